@@ -3,7 +3,8 @@
 * `roles`: which arguments of a call hold examples, keys, parameters; its
   checks, and messages for a leaf of another role.
 * `batch`: the arguments of a call, divided among micro-batches.
-* `accumulated`: micro-batches with losses of their own, in one loop of the compiled program. It is the loop of all.
+* `accumulated`: micro-batches with losses of their own, in one loop of the compiled program. All calls of this package
+  run it.
 * `divided`: a divided program (`_division`), and a pass of its loops.
 * `derivatives`: its results and derivatives, in one pass or two.
 * `micro_batched`: a function of the whole batch, with these derivatives.

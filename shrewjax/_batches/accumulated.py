@@ -326,7 +326,10 @@ def of_options(
 
 
 def sums_over_turns(turn: Function, params: PyTree, options: Options) -> PyTree:
-    """Returns the sums of `((loss, aux), gradients)`, which `turn(i, params)` returns for each micro-batch i."""
+    """Runs `turn(i, params)` for each micro-batch i. Returns its `((loss, aux), gradients)`, added up or stacked.
+
+    `options.aux_reduction` says which leaves are stacked. The only examples here are the turns' numbers, one for each.
+    """
     count = options.micro_batches
     numbers = {"batch_argnums": (0,), "argnums": (1,), "rng_argnums": (), "carry_argnum": ()}
     examples = {0: jnp.arange(count, dtype=jnp.int32)[None]}
@@ -341,7 +344,8 @@ def _run_here(loss: "_Loss", batch: Batch) -> tuple[PyTree, PyTree]:
         return _run(loss, batch._replace(examples=examples))
 
     # Outside of `jax.jit`, one program. Otherwise the loop closes over examples, and JAX keeps them alive
-    # (tests/batches/test_micro_batched.py, "alive"). A loop of fewer turns needs their number for its reverse mode.
+    # (tests/batches/test_micro_batched.py, "alive"). With `skip_empty`, reverse mode needs a number of turns that is
+    # known here.
     runs_as_it_is = is_traced(jnp.zeros(())) or loss.options.skip_empty
     return (run if runs_as_it_is else jax.jit(run))(batch.examples)
 
@@ -654,6 +658,7 @@ class _Loop(NamedTuple):
         A gradient is known by the number of its result in the traced program. In the results, those that a loop has
         added are None.
         """
+        # One micro-batch has no sum to add to. A policy looks at the gradients before they are added.
         if self.batch.divisor == 1 or self.window.nonfinite != "propagate":
             return self.traced(i, state.carried), state.window_state
         sums = state.window_state.gradient_sum

@@ -28,7 +28,7 @@ from shrewjax._programs import jaxprs
 
 
 def run_by_rules(function: Function, *operands: PyTree) -> PyTree:
-    """Returns `function(*operands)`, where functions that bring a derivative run as in a derivative, by their rules."""
+    """Returns `function(*operands)` as a derivative computes it: a `jax.custom_vjp` may have other results there."""
     return jax.vjp(function, *operands)[0]
 
 
@@ -69,13 +69,14 @@ class Run:
         first = lambda made: self._results(self.frontier, made, free)[0]  # noqa: E731
         used = dict(zip(self.frontier.all, jaxprs.reads(first, zeros), strict=True))
         frontier = Frontier.of(self.frontier.all, lambda x: used[x] and x in self.frontier.smooth)
-        # 2. One pass, if cotangents do not depend on the frontier. Otherwise the first of two passes.
-        zeros = [zeros_of(x.aval) for x in frontier.all]
+        # 2. One pass, if cotangents do not depend on the frontier: then they are those at zeros. An operation of
+        # `after` that prints and computes would print these zeros, so it takes two passes.
+        any_values = [zeros_of(x.aval) for x in frontier.all]
         cotangents = partial(self._cotangents_of_first, frontier, free)
         prints = any(jaxprs.prints(x.equation) and not x.only_prints for x in self.plan.after)
-        is_one_pass = not prints and not any(jaxprs.reads(cotangents, zeros))
+        is_one_pass = not prints and not any(jaxprs.reads(cotangents, any_values))
         self._passes = "one pass" if is_one_pass else "two passes"
-        known = cotangents(zeros) if is_one_pass else None
+        known = cotangents(any_values) if is_one_pass else None
         grads, made = self._pass(frontier, free, known, run=run_by_rules)
         # 3. Compute the results, and the gradients by the frontier and by what is free.
         smooth, after = self._after(frontier, made, prints=True)

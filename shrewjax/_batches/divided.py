@@ -58,7 +58,8 @@ class Divided:
         once = made_by(self.plan.once)
         self.arguments = [x for x, y in zip(self.program.arguments, are_free, strict=True) if y]
         self.free: list[Var] = [*self.arguments, *once]
-        # If types are tracked, all of the loop varies over these axes. So JAX does not sum gradients inside of it.
+        # The mapped axes over which all of the frontier varies. The loop's values are cast to vary over them, so that
+        # JAX sums no gradient inside of it.
         found = [varying_axes(x.aval) for x in self.plan.frontier]
         self.varying = tuple(sorted(frozenset.intersection(*found), key=str)) if found else ()
 
@@ -105,7 +106,7 @@ class Pass:
     Attributes:
       returned: the frontier, or nothing.
       params: the free values that are whole. Gradients by them are sums.
-      rows: the free values that are rows, if the pass has gradients. So are the gradients.
+      rows: the free values that are rows; none without gradients. Gradients by them are rows, too.
     """
 
     def __init__(
@@ -121,17 +122,17 @@ class Pass:
         self.divided, self.program, self.run = divided, divided.program, run
         self.frontier, self.has_gradients = frontier, cotangents is not None
         self.returned = frontier.all if returns_frontier else []
-        # 1. What tasks read, and do not make.
+        # 1. What tasks read, and do not make: neither that slice nor the whole.
         tasks = divided.plan.loop
         made = {key for task in tasks for key in task.results()}
         reads = [
             key for task in tasks for key in task.reads() if made.isdisjoint({key, (key[0], None)})
         ]
-        # 2. Take the parameters apart, if there are gradients.
+        # 2. Free values that are whole are parameters, if there are gradients. All else is an array.
         free = divided.free if self.has_gradients else []
-        whole = {x for x in free if self.program.slice(x) is None}
-        self.params = {x: known[x] for x, _ in reads if x in whole}
-        arrays: dict[Key, Leaf] = {(x, rows): known[x] for x, rows in reads if x not in whole}
+        of_sums = {x for x in free if self.program.slice(x) is None}
+        self.params = {x: known[x] for x, _ in reads if x in of_sums}
+        arrays: dict[Key, Leaf] = {(x, rows): known[x] for x, rows in reads if x not in of_sums}
         # 3. Add the cotangents, and the numbers of the examples.
         for x, y in zip(frontier.smooth, cotangents or [], strict=self.has_gradients):
             arrays[_Cotangent(x), self.program.slice(x)] = as_varying(y, divided.varying)
@@ -151,7 +152,8 @@ class Pass:
             made = on_each_device(self._of_device, axes, *arrays, returns_parts=parts)
         else:
             made = self._of_device(*arrays)
-        # 2. Put sums and rows in their places.
+        # 2. Put sums and rows in their places. They come as `_micro_batch` orders them: frontier, then gradients by
+        # rows.
         sums, rows, of_params = map(iter, made)
 
         def placed(x: Var) -> Leaf:
@@ -227,7 +229,8 @@ class Pass:
     def _micro_batch(self, batch: MicroBatch, env: Env) -> Any:
         """Returns what a loop adds up and stacks: `((loss, (sums, rows)), gradients by parameters)`."""
         program = self.program
-        # 1. Run the tasks, as a function of what is free.
+        # 1. Run the tasks, as a function of what is free. Without gradients too, because `run_by_rules` differentiates
+        # it.
         free = {x for x in self.divided.free if is_inexact(x.aval)}
         keys = [key for key in env if key[0] in free]
         if self.has_gradients:

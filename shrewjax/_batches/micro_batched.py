@@ -103,7 +103,7 @@ def micro_batched(
     refuse(others)
     options = Options(micro_batches, has_aux, accumulator_dtype, sum_over)
     roles = roles_of(fun, None, (), batch_argnums)
-    return _of_arrays(roles, functools.partial(divided_call, roles, options))
+    return _with_checks(roles, functools.partial(divided_call, roles, options))
 
 
 def value_and_grad(
@@ -156,7 +156,7 @@ def value_and_grad(
     reserved = {"argnums": positions} if batch_argnums is None else {}
     roles = roles_of(fun, reserved, (), batch_argnums)
     divided = functools.partial(divided_call, roles, options)
-    return _of_arrays(roles, jax.value_and_grad(divided, argnums, has_aux), positions)
+    return _with_checks(roles, jax.value_and_grad(divided, argnums, has_aux), positions)
 
 
 def print_micro_batches(
@@ -234,7 +234,7 @@ class Options:
         self.axes = arguments.axis_names("sum_over", sum_over) or ()
 
     def setting(self, counts: Collection[int]) -> Setting:
-        """Returns how examples are divided that come in these numbers. Fewer than micro-batches stay together."""
+        """Returns how sets of these sizes are divided. One that is smaller than the number of micro-batches is not."""
         devices = devices_to_map("sum_over", self.axes)
         if self.axes and not devices:
             raise ValueError(
@@ -260,7 +260,7 @@ class Options:
         return Setting(micro_batches, tuple(sets), self.accumulator_dtype, self.axes, parts)
 
 
-def _of_arrays(roles: Roles, run: Function, positions: Sequence[int] = ()) -> Function:
+def _with_checks(roles: Roles, run: Function, positions: Sequence[int] = ()) -> Function:
     """Returns `run` with the name of `roles.fun`. Raises for NNX objects, and for parameters that are not floating.
 
     The parameters are at these positions.
@@ -269,7 +269,7 @@ def _of_arrays(roles: Roles, run: Function, positions: Sequence[int] = ()) -> Fu
     @functools.wraps(roles.fun)
     def of_batch(*args: PyTree, **kwargs: PyTree) -> Any:
         roles.require_no_flax_state(args, kwargs)
-        for at in positions:
+        for at in positions:  # `or None`: the slice that begins at -1 has no end
             for path, x in jax.tree.leaves_with_path(args[at : at + 1 or None]):
                 check_parameter(f"argument {at % len(args)}{jax.tree_util.keystr(path[1:])}", x)
         return run(*args, **kwargs)
@@ -315,7 +315,8 @@ class Call:
         given = [leaves[i] for i in places]
         as_before = lambda values: jax.tree.unflatten(structure, replaced(leaves, places, values))  # noqa: E731
         traced = self._traced(fun, has_aux, as_before, given)
-        # 3. If each device has a loss of its own, it has gradients of its own, by arguments of its own.
+        # 3. In shard_map, a loss may vary over axes over which an argument does not. Such arguments are cast. Each
+        # device then has gradients of its own, and JAX sums them outside of the rule.
         of_loss = [varying_axes(x) for x in traced.out_avals[:1]]
         if of_loss and any(of_loss[0] - varying_axes(x) for x in given):
             given = [as_varying(x, tuple(of_loss[0])) for x in given]
@@ -345,8 +346,9 @@ class Call:
                 _is_dividing.reset(token)
             made, self._structure = jax.tree.flatten(returned)
             self._known = [None if is_array(x) else x for x in made]
+            # The loss is one leaf, and comes before all of the aux. `_has_scalar_rule` looks at its type.
             value = returned[0] if has_aux and isinstance(returned, tuple | list) else returned
-            self._is_scalar = (has_aux and made and value is made[0]) or len(made) == 1
+            self._loss_is_first = (has_aux and made and value is made[0]) or len(made) == 1
             return [jnp.asarray(x) for x in made if is_array(x)]
 
         return jaxprs.traced(of_arrays, given)
@@ -372,13 +374,13 @@ class Call:
     def _has_scalar_rule(self) -> bool:
         """Returns whether the first result is a floating scalar, whose gradient is known without its cotangent."""
         types = self._program.out_avals
-        if not (self._is_scalar and types and types[0].shape == () and is_gradient(types[0])):
+        if not (self._loss_is_first and types and types[0].shape == () and is_gradient(types[0])):
             return False
-        # Without types, the transpose of a collective joins the cotangents of all devices, which come last.
+        # Without types, the transpose of a collective joins all devices' cotangents, which are not known here yet.
         mapped, is_tracked = mapped_axes()
         if mapped and not is_tracked and jaxprs.has_collective(self._program):
             return False
-        # A gradient by an array that all devices share would be a sum over devices.
+        # A gradient by an array that all devices share would be a sum over devices, which the rule does not take.
         arrays = filter(is_gradient, self._program.in_avals)
         return not any(varying_axes(types[0]) - varying_axes(x) for x in arrays)
 
@@ -391,7 +393,10 @@ class Call:
         return Run(self._divided[free], operands)
 
     def _value(self, operands: list[Leaf]) -> list[Leaf]:
-        """Returns the results, for callers that do not differentiate. A loop makes what depends on free values."""
+        """Returns the results, for callers that do not differentiate.
+
+        Parameters count as free here, too. Otherwise all would be data, and nothing would run in the loop.
+        """
         pairs = zip(self._program.in_avals, self._are_rows, strict=True)
         return self._on(operands, [is_gradient(x) and not is_row for x, is_row in pairs]).value()[0]
 
@@ -437,10 +442,10 @@ class Call:
 
 
 def _in_one_piece(function: Function, operands: list[Leaf]) -> PyTree:
-    """Returns `function(operands)`, whose loops stay as they are where JAX linearizes a rule that calls it.
+    """Returns `function(operands)` as one operation for JAX, which takes loops apart where it linearizes a rule.
 
-    Otherwise JAX computes before a loop all that is the same in each turn, and holds it
-    (tests/batches/test_micro_batched.py, "loop_of_value_and_grad").
+    It would compute before a loop all that is the same in each turn, and hold it (tests/batches/test_micro_batched.py,
+    "loop_of_value_and_grad").
     """
     in_one_piece = jax.custom_jvp(function)
 
@@ -451,7 +456,7 @@ def _in_one_piece(function: Function, operands: list[Leaf]) -> PyTree:
         def of_perturbed(some: list[Leaf]) -> PyTree:
             return function(replaced(operands, perturbed, some))
 
-        # Wide ones, whose second derivatives a loop adds up without rounding each micro-batch's to 16 bits.
+        # Wide operands, so that a loop adds up second derivatives without rounding each micro-batch's to 16 bits.
         wide = lambda x: upcast(x, sum_dtype(x))  # noqa: E731
         pick = lambda values: [wide(values[i]) for i in perturbed]  # noqa: E731
         return jax.jvp(of_perturbed, (pick(operands),), (pick(given),))
@@ -478,6 +483,7 @@ def _tangents(results: list[Leaf], grads: list[Leaf], tangents: list[Leaf]) -> l
     def of_aux(x: Leaf) -> Leaf:
         if not is_gradient(x):
             return np.zeros(x.shape, jax.dtypes.float0)
+        # A product, because a rule must be linear in the tangents.
         return jnp.full_like(x, jnp.nan) * of_value.astype(x.dtype)
 
     return [of_value, *map(of_aux, aux)]

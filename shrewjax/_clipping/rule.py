@@ -1,12 +1,13 @@
 """What the rules share: the head of every `update`, and the counts of updates that a rule for norms keeps."""
 
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from shrewjax._base.arguments import Shardings
 from shrewjax._base.axes import are_whole, as_varying, varying_axes
 from shrewjax._base.mesh import placed_like
 from shrewjax._base.states import increment_if, require_state_of
@@ -23,7 +24,7 @@ def clipping_rule(
     update_fn: Function,
     *,
     takes_any_state: bool = False,
-    sharded_over: Any = None,
+    sharded_over: Shardings = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Returns a clipping rule, whose `update` ignores extra arguments. `kind` is the class of its state.
 

@@ -4,7 +4,8 @@ The balance loss of a mixture of experts is an example: inside of scanned layers
 first scan runs the layers, and stacks these sums. The second one multiplies them. So only the second is undivided.
 
 1. The second half has the steps that mix examples, and what they need that is the same for all examples.
-2. The first half has all others. It also returns what the second half reads of it.
+2. The first half has all steps that do not mix examples, also those that the second half repeats. It also returns what
+   the second half reads of it.
 3. A scan stacks that. Each half carries what its own steps make.
 """
 

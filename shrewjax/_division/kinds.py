@@ -43,7 +43,7 @@ from shrewjax._programs.jaxprs import Atom, Equation, Jaxpr, is_variable, opened
 Var: TypeAlias = Atom  # one with a name
 
 
-class Constant(Enum):
+class WithoutRows(Enum):
     """The kinds that have no axis of examples."""
 
     SAME = "depends on no example"
@@ -52,9 +52,9 @@ class Constant(Enum):
     MIXED = "mixes examples"
 
 
-SAME, ZERO, SUM, MIXED = Constant
-CONSTANT = SAME, ZERO
-Kind: TypeAlias = Rows | Constant
+SAME, ZERO, SUM, MIXED = WithoutRows
+SHARED = SAME, ZERO
+Kind: TypeAlias = Rows | WithoutRows
 Slices: TypeAlias = Sequence[Rows | None]
 """What a micro-batch takes, or makes, of each value: a part of it, or None for the whole."""
 
@@ -71,9 +71,9 @@ class Fact(NamedTuple):
     is_free: bool
 
     @property
-    def is_constant(self) -> bool:
+    def may_be_sliced(self) -> bool:
         """Returns whether a micro-batch may have the whole value, or any slice of it."""
-        return not self.is_free or self.kind in CONSTANT
+        return not self.is_free or self.kind in SHARED
 
 
 @dataclasses.dataclass(eq=False)
@@ -83,7 +83,7 @@ class Step:
     Attributes:
       calls: those around it, the outermost first.
       kinds: of its results.
-      takes: the slices that a micro-batch takes of the operands, or None if it does the same for each.
+      takes: the slices that a micro-batch takes of the operands, or None if all micro-batches do the same.
       programs: those inside of it.
       derivative: the programs of a derivative that a function brings.
       own_rows: of a lookup of each row's own elements, the column of the indices that numbers the rows.
@@ -118,8 +118,8 @@ class Step:
 class Program:
     """A jaxpr with the kinds of its values. `sets` are the sizes of the sets of examples.
 
-    Inside a loop or a branch, every value is of the loop over micro-batches (`is_inside`). A derivative is not
-    differentiated unless somebody asks for a second one, which is then analysed (`is_derivative`).
+    Inside a scan or a branch, every value counts as free (`is_inside`), because it runs in the loop over micro-batches.
+    A derivative is not differentiated unless somebody asks for a second one, which is then analysed (`is_derivative`).
     """
 
     def __init__(
@@ -212,7 +212,7 @@ class Program:
         return [*map(read, opened(jaxpr).outvars)]
 
     def _put(self, step: Step) -> Jaxpr | None:
-        """Adds a step. Or returns what runs in its place, if a part of it can be divided."""
+        """Adds a step and returns None. Or returns a jaxpr to be added in its place, of which a part can be divided."""
         equation, is_free = step.equation, self.is_free(step)
         facts = [*map(self.fact, equation.invars)]
         # 1. Find its kinds. A loop or a checkpoint in which examples mix may be two, of which one mixes examples.
@@ -236,7 +236,7 @@ class Program:
         return None
 
     def _found_of_data(self, step: Step, facts: list[Fact]) -> Step:
-        """Of data, everything is known before the loop."""
+        """Finds kinds of data, which need no proof: those of its labels, or likely rows. SAME says nothing of data."""
         shapes = [shape_of(x.aval) for x in step.equation.outvars]
         if not any(isinstance(x.kind, Rows) for x in facts):
             return step.found([SAME] * len(shapes))
@@ -252,6 +252,8 @@ class Program:
 
     def _found(self, step: Step, facts: list[Fact]) -> Step | None:
         """Finds the kinds of an equation's results. Returns the step, or None if examples mix, or may mix."""
+        # The first test that applies decides: programs inside, mixed operands, none of examples, results that are
+        # operands, sums, of which only a linear operation is known, and labels.
         equation, kinds = step.equation, [x.kind for x in facts]
         count = len(equation.outvars)
         nested = self._nested(equation)
@@ -259,13 +261,13 @@ class Program:
             return nested(step, facts)
         if MIXED in kinds:
             return None
-        if all(x in CONSTANT for x in kinds):
+        if all(x in SHARED for x in kinds):
             is_zero = kinds and SAME not in kinds and labels.is_additive(equation)
             return step.found([ZERO if is_zero else SAME] * count)
         if labels.returns_operands(equation) or not count:
             return step.found(kinds[:count], slices(kinds))
         if any(x.is_free and x.kind is SUM for x in facts):
-            are_known = all(x.is_constant or x.kind is SUM for x in facts)
+            are_known = all(x.may_be_sliced or x.kind is SUM for x in facts)
             is_sum = are_known and labels.is_linear(
                 equation, [x is SUM for x in kinds], [x is ZERO for x in kinds]
             )
@@ -273,10 +275,10 @@ class Program:
         return self._by_labels(step, facts)
 
     def _by_labels(self, step: Step, facts: list[Fact]) -> Step | None:
-        # 1. Find the axis of examples. Free operands lead, because they must be sliced so.
+        # 1. Find the axis of examples. Operands that are proven rows lead, because they must be sliced so.
         equation = step.equation
-        free = [at for at, x in enumerate(facts) if not x.is_constant]
-        at = (free or [at for at, x in enumerate(facts) if isinstance(x.kind, Rows)])[0]
+        proven = [at for at, x in enumerate(facts) if not x.may_be_sliced]
+        at = (proven or [at for at, x in enumerate(facts) if isinstance(x.kind, Rows)])[0]
         rows: Any = facts[at].kind
         ins, outs = labels.shapes_of(equation)
         if labels.is_reshape(equation):
@@ -290,7 +292,7 @@ class Program:
             return self._by_own_rows(step, facts) or _by_blocks(step, facts, at)
         # 2. Slice each operand along its label.
         takes = along(label, rows.sets, its.ins, ins)
-        if takes is None or any(takes[i] != facts[i].kind for i in free):
+        if takes is None or any(takes[i] != facts[i].kind for i in proven):
             return None
         # 3. Results that lack it are sums, or cannot be divided.
         is_sum = label in its.summed and labels.sums_from_zero(equation, facts[0].kind is ZERO)
@@ -298,7 +300,11 @@ class Program:
         return step.found([x or lost for x in _along(label, rows.sets, its.outs)], takes)
 
     def _by_own_rows(self, step: Step, facts: list[Fact]) -> Step | None:
-        """`x[jnp.arange(B), labels]`: each row is asked for its own elements."""
+        """`x[jnp.arange(B), labels]`: each row is asked for its own elements.
+
+        The indices have shape (B, 2). Their column 0 is known, and along dimension 0 it is 0, 1, 2 and so on. So that
+        dimension numbers the rows of x.
+        """
         rows: Any = facts[0].kind
         found = isinstance(rows, Rows) and labels.of_own_rows(step.equation, rows.axis)
         if not found:
@@ -311,7 +317,7 @@ class Program:
             if n == size and not is_shared and np.all(np.moveaxis(numbers, d, -1) == np.arange(n)):
                 takes = [rows, *_along(its.ins[1][d], rows.sets, its.ins[1:])]
                 makes = [x or rows for x in _along(its.ins[1][d], rows.sets, its.outs)]
-                if all(x.is_constant or x.kind == y for x, y in zip(facts, takes, strict=True)):
+                if all(x.may_be_sliced or x.kind == y for x, y in zip(facts, takes, strict=True)):
                     return step.found(makes, takes, own_rows=column)
         return None
 
@@ -319,14 +325,14 @@ class Program:
         """The results of `of_each_example` are rows along the first axis."""
         ins, outs = labels.shapes_of(step.equation)
         rows = {x.kind for x in facts if isinstance(x.kind, Rows)}
-        if len(rows) != 1 or not {x.kind for x in facts if not x.is_constant} <= rows:
+        if len(rows) != 1 or not {x.kind for x in facts if not x.may_be_sliced} <= rows:
             return None
         (its,) = rows
         if its.axis or not all(map(its.fits, outs)):
             raise ValueError(
                 f"of_each_example must return a row for each of {its.sets[0]} examples, got shapes {outs}"
             )
-        # Others with as many rows are divided, too, if their shape alone can say that they are of examples.
+        # Data with as many rows is divided, too, if it depends on shapes alone. Otherwise nobody knows what it holds.
         takes = slices(x.kind for x in facts)
         count = next(shape[0] for x, shape in zip(takes, ins, strict=True) if x)
         for at, x in enumerate(step.equation.invars):
@@ -395,8 +401,8 @@ class Program:
         self, step: Step, scan: jaxprs.Scan, others: list[Kind], stacks: list[Kind]
     ) -> Step | None:
         """`jax.lax.map`: what it computes of one example stands for this example alone."""
-        rows: set[Any] = {x for x in stacks if x not in CONSTANT}
-        if scan.carries or len(rows) != 1 or not {*others} <= {*CONSTANT}:
+        rows: set[Any] = {x for x in stacks if x not in SHARED}
+        if scan.carries or len(rows) != 1 or not {*others} <= {*SHARED}:
             return None
         made = [*rows] * len(scan.body.out_avals)
         return step.found(made, [None] * len(others) + [*rows] * len(stacks))
@@ -415,7 +421,7 @@ class Program:
 
     def _cond(self, step: Step, facts: list[Fact]) -> Step | None:
         kinds = [x.kind for x in facts]
-        if not facts[0].is_constant or MIXED in kinds:
+        if not facts[0].may_be_sliced or MIXED in kinds:
             return None
         bodies = [self.body(x, kinds[1:]) for x in jaxprs.branches_of(step.equation)]
         made = zip(*(x.kinds_of(x.results) for x in bodies), strict=True)
@@ -429,24 +435,26 @@ class Program:
         n, m = loop.of_condition, loop.of_condition + loop.of_body
         new = kinds[m:]
         while True:
+            # 1. The kinds that the body keeps, and that of the condition.
             carry, body = self._until_kept(loop.body, kinds[n:m], new, [])
             goes_on = self.body(loop.condition, [*kinds[:n], *carry])
-            its = goes_on.kind(goes_on.results[0])
-            # A condition of rows goes on for each row alone, so that all which it carries are rows.
-            new = [its if x in CONSTANT else x for x in carry]
-            if not isinstance(its, Rows) or new == carry:
+            of_condition = goes_on.kind(goes_on.results[0])
+            # 2. A condition of rows goes on for each row alone, so that all which it carries are rows. Look again.
+            new = [of_condition if x in SHARED else x for x in carry]
+            if not isinstance(of_condition, Rows) or new == carry:
                 break
-        if its not in CONSTANT and {*carry} != {its}:
+        # 3. The condition must be the same for all, or of the rows that are carried.
+        if of_condition not in SHARED and {*carry} != {of_condition}:
             return None
         return step.found(carry, slices([*kinds[:m], *carry]), programs=[goes_on, body])
 
     def _linear_solve(self, step: Step, facts: list[Fact]) -> Step | None:
         """Each function must make rows of rows, as of systems of equations that are solved one for each example."""
         solve, kinds = jaxprs.linear_solve_of(step.equation), [x.kind for x in facts]
-        rows: set[Any] = {x for x in kinds if x not in CONSTANT}
+        rows: set[Any] = {x for x in kinds if x not in SHARED}
         if not rows:
             return step.found([SAME] * len(step.equation.outvars))
-        if solve is None or len(rows) != 1 or not isinstance(min(rows, key=str), Rows):
+        if solve is None or len(rows) != 1 or not all(isinstance(x, Rows) for x in rows):
             return None
         right, start, programs = [*rows] * len(step.equation.outvars), 0, []
         for name, function in solve.functions.items():
@@ -466,17 +474,21 @@ class Program:
             return None
         body = self.body(jaxprs.jaxpr_of_call(step.equation), kinds)
         made = body.kinds_of(body.results)
+        # 1. Nobody differentiates it, so it is a function like others.
         if self._is_derivative or not any(x.is_free for x in facts):
             return step.found(made, slices(kinds), programs=[body])
+        # 2. It must not close over what is free. JAX raises for that.
         closed_over = facts[: jaxprs.count_closed_over(step.equation)]
-        is_error = not self._is_inside and any(x.is_free for x in closed_over)  # which JAX raises
+        is_error = not self._is_inside and any(x.is_free for x in closed_over)
         if MIXED in made or is_error:
             return None
+        # 3. Its derivative must be of each example alone, too.
         its_kinds, derivative = self.derivative(step.equation, kinds, made)
         if derivative:
             body = self.body(jaxprs.jaxpr_of_call(step.equation), its_kinds)
             return step.found(made, slices(its_kinds), programs=[body], derivative=derivative)
-        is_once = not self._is_inside and {*kinds} <= {*CONSTANT}
+        # 4. Otherwise it may run once, if it reads parameters alone.
+        is_once = not self._is_inside and {*kinds} <= {*SHARED}
         return step.found(made, programs=[body], is_once=True) if is_once else None
 
     def derivative(
@@ -484,12 +496,14 @@ class Program:
     ) -> tuple[list[Kind], list["Program"]]:
         """Returns the kinds of the operands, and the programs of a derivative. There are none if it mixes examples."""
         smooth, results = smooth_of(equation)
+        # 1. A custom_jvp: tangents must have the kinds of the results.
         if jaxprs.is_custom_jvp(equation):
             jaxpr = jaxprs.tangent_program(equation, smooth, results)
             program = self.body(jaxpr, [*kinds, *(kinds[i] for i in smooth)], is_derivative=True)
             wanted = [*made, *(made[i] for i in results)]
             is_right = all(map(_stands_for, program.kinds_of(program.results), wanted))
             return kinds, [program] if is_right else []
+        # 2. A custom_vjp: the cotangents of the results have dual kinds. Find those of the gradients until they stay.
         forward, backward = jaxprs.cotangent_programs(equation, smooth, results)
         of_results = [_dual(made[i]) for i in results]
         while True:
@@ -499,29 +513,33 @@ class Program:
             gradients = dict(zip(smooth, second.kinds_of(second.results), strict=True))
             # A constant with an axis of examples, such as zeros, is sliced, because its gradient is.
             new = [
-                gradients[i] if x in CONSTANT and isinstance(gradients.get(i), Rows) else x
+                gradients[i] if x in SHARED and isinstance(gradients.get(i), Rows) else x
                 for i, x in enumerate(kinds)
             ]
             if new == kinds:
                 break
             kinds = new
+        # 3. Gradients must have the dual kinds of the operands.
         is_right = all(_stands_for(x, _dual(kinds[i])) for i, x in gradients.items())
         return kinds, [first, second] if is_right else []
 
 
-def _by_blocks(step: Step, facts: list[Fact], leader: int) -> Step | None:
-    """Batches one after the other on one axis, as of chosen and rejected answers: joined, or taken apart."""
-    rows: Any = facts[leader].kind
+def _by_blocks(step: Step, facts: list[Fact], at: int) -> Step | None:
+    """Batches one after the other on one axis, as of chosen and rejected answers: joined, or taken apart.
+
+    With `x` of B rows, `concatenate([x, zeros of 2 B])` has the blocks B, B, B.
+    """
+    rows: Any = facts[at].kind
     axis, sets = rows
     ins, _ = labels.shapes_of(step.equation)
-    neighbours = ins[leader][axis] // sum(sets)
+    neighbours = ins[at][axis] // sum(sets)
 
     def blocks(fact: Fact, shape: Shape) -> Sequence[int] | None:
         size = shape[axis] if axis < len(shape) else -1
         if isinstance(fact.kind, Rows) and fact.kind.axis == axis:
             return fact.kind.sets if size == sum(fact.kind.sets) * neighbours else None
         count, rest = divmod(size, sets[0] * neighbours)
-        return sets[:1] * count if fact.is_constant and not rest else None
+        return sets[:1] * count if fact.may_be_sliced and not rest else None
 
     given = [*map(blocks, facts, ins)]
     known = [x for x in given if x is not None]
@@ -550,10 +568,13 @@ def _moved(kind: Kind, by: int) -> Kind:
 
 
 def either(x: Kind, y: Kind) -> Kind:
-    """Returns the kind of a value that is one or the other."""
+    """Returns the kind of a value that is one or the other.
+
+    What is the same for all can be sliced as rows. Zero can be a part of a sum. All other pairs are mixed.
+    """
     if x == y:
         return x
-    others = {x, y}.difference(CONSTANT)
+    others = {x, y}.difference(SHARED)
     if not others:
         return SAME
     (other, *more) = others
@@ -561,7 +582,7 @@ def either(x: Kind, y: Kind) -> Kind:
 
 
 def _dual(kind: Kind) -> Kind:
-    """Returns the kind of a cotangent."""
+    """Returns the kind of a cotangent. Micro-batches add to that of a shared value, and share that of a sum."""
     if isinstance(kind, Rows):
         return kind
     return {SAME: SUM, ZERO: SUM, SUM: SAME}.get(kind, kind)

@@ -5,7 +5,7 @@ the same slice of the operands. A label that only operands have is summed, or ca
 dimension that cannot be divided. A wrong row would be silently wrong, so `tests/division/test_labels.py` runs each on
 random slices. An operation that the table lacks is not divided.
 
-This module and `_programs/jaxprs.py` are the only ones that name primitives.
+This module and `_programs/jaxprs.py` are the only ones that name primitives, but for threefry (`draws`).
 """
 
 import itertools
@@ -183,14 +183,14 @@ def _dot(given: Given) -> Labels:
 
 
 def _conv(given: Given) -> Labels:
-    """Examples, and the input's features, over which it sums: those of a kernel's gradient are examples."""
-    (n, c, *_), (_, i, *_), (m, *_) = given.params["dimension_numbers"]
+    """Labels examples, and the input's features, over which it sums: a kernel's gradient has examples there."""
+    (batch, feature, *_), (_, in_feature, *_), (out_batch, *_) = given.params["dimension_numbers"]
     nothing: list[Label] = [None] * len(given.operand)
     left, right, out = [*nothing], [*nothing], [*nothing]
     if given.params["batch_group_count"] == 1:
-        left[n] = out[m] = "examples"
+        left[batch] = out[out_batch] = "examples"
         if given.params["feature_group_count"] == 1:
-            left[c] = right[i] = "features"
+            left[feature] = right[in_feature] = "features"
     return Labels([left, right], [out], ["features"])
 
 
@@ -237,7 +237,8 @@ def _of_indices(
 ) -> tuple[list[Label], list[Label], list[Label]]:
     """Returns the labels of a gather's or a scatter's operand, of its indices, and of a window of the operand.
 
-    `shared` are the dimensions of both that number the same things.
+    `sizes` are those of a window in the operand. `gone` are the operand's dimensions that a window lacks. `shared` are
+    dimensions of operand and indices that number the same things.
     """
     operand, indices = given.ins[:2]
     of_indices: list[Label] = [("index", d) for d in range(len(indices) - 1)]
@@ -415,6 +416,7 @@ def is_linear(equation: Equation, is_sum: Sequence[bool], is_zero: Sequence[bool
         return not is_sum[0] and all(x or y for x, y in zip(is_sum[1:], is_zero[1:], strict=True))
     if name in _BILINEAR:
         return sum(is_sum) == 1
+    # A gather may fill what is out of bounds. Zeros keep a sum. So does NaN, the default of floats. Others do not.
     if name == "gather" and equation.params["fill_value"] not in (None, 0):
         return False
     fills_nan = name == "gather" and "FILL" in str(equation.params["mode"])
@@ -441,7 +443,7 @@ def blocks_after(
 ) -> list[Sequence[int]] | None:
     """Returns the blocks that the results have along an axis, or None if they begin or end inside of one.
 
-    A block is given by the number of its examples, each of which has so many neighbours.
+    A block is given by its number of examples. Each has `neighbours` elements.
     """
     name, params = equation.primitive.name, equation.params
     if name == "concatenate" and params["dimension"] == axis:
@@ -567,7 +569,7 @@ _CONTRACTIONS = _set("dot_general conv_general_dilated gather ragged_dot_general
 _MOVES = _set(
     """
     transpose reshape broadcast_in_dim squeeze convert_element_type reshard sharding_constraint
-    pvary psum psum2 psum_invariant pmax pmin ppermute all_gather all_gather_invariant
+    pcast pvary psum psum2 psum_invariant pmax pmin ppermute all_gather all_gather_invariant
     """
 )
 

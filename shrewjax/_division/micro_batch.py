@@ -34,7 +34,7 @@ class MicroBatch:
       sizes: the number of its examples in each set.
       positions: by set, the numbers of its examples in the whole batch.
       varying: the mapped axes over which all of its values vary, if types are tracked.
-      mapped: the axes of the mesh over which the loop is mapped, where the program's trace was not.
+      mapped: the axes over which `sum_over` maps the loop. The program was traced outside of them.
       prints: whether it prints. The second of two passes does not.
     """
 
@@ -113,7 +113,7 @@ class MicroBatch:
         if jaxprs.is_scan(equation):
             return self._scan(task, given)
         if not step.programs:
-            return self._run(self._resized(task, given), given)
+            return self._run(*self._resized(task, given))
         with contextlib.nullcontext() if self.mapped else jaxprs.context_of(equation):
             return self._nested(task, given)
 
@@ -122,13 +122,14 @@ class MicroBatch:
             equation = jaxprs.inside_shard_map(equation, jaxprs.context_here(), self.mapped)
         return jaxprs.run_equation(equation, operands)
 
-    def _resized(self, task: Task, given: list[Leaf]) -> jaxprs.Equation:
+    def _resized(self, task: Task, given: list[Leaf]) -> tuple[jaxprs.Equation, list[Leaf]]:
+        """Returns the equation in a micro-batch's sizes, and its operands. Own rows are numbered from 0 on there."""
         step, takes, makes = task
         of_indices = takes[1] if step.own_rows is not None and takes[0] is not None else None
         if of_indices is not None:
             numbers, axis = given[1], of_indices.axis
             own = lax.broadcasted_iota(numbers.dtype, numbers.shape[:-1], axis)
-            given[1] = numbers.at[..., step.own_rows].set(own)
+            given = [given[0], numbers.at[..., step.own_rows].set(own), *given[2:]]
         outs = [
             shape_of(x.aval) if rows is None else rows.shape(shape_of(x.aval), self.sizes)
             for x, rows in zip(step.equation.outvars, makes, strict=True)
@@ -136,7 +137,7 @@ class MicroBatch:
         bounds = {}
         if takes and takes[0] is not None:
             bounds = takes[0].bounds(shape_of(step.equation.invars[0].aval), self.sizes)
-        return labels.resized(step.equation, [x.shape for x in given], outs, bounds)
+        return labels.resized(step.equation, [x.shape for x in given], outs, bounds), given
 
     def _scan(self, task: Task, given: list[Leaf]) -> list[Leaf]:
         step, takes, makes = task

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
 from shrewjax._division import labels
-from shrewjax._division.kinds import CONSTANT, SUM, Program, Slices, Step, Var, along, slices
+from shrewjax._division.kinds import SHARED, SUM, Program, Slices, Step, Var, along, slices
 from shrewjax._division.rows import Rows
 from shrewjax._programs.jaxprs import Atom, is_variable, shape_of
 
@@ -46,7 +46,7 @@ class Task(NamedTuple):
 
 
 class Plan:
-    """The parts of a program. With `wanted`, those slices of the results are made in the loop, as of its bodies."""
+    """The parts of a program. With `wanted`, the loop makes these slices of the results, as inside of others."""
 
     def __init__(self, program: Program, wanted: Iterable[Key] | None = None) -> None:
         self.program = program
@@ -55,7 +55,8 @@ class Plan:
         self.loop: list[Task] = []
         self.after: list[Step] = []
         self.frontier: list[Var] = []
-        # What those steps read that were planned so far: the loop, all others, those that run once.
+        # Of the steps that were planned so far, what the loop reads, those before and after it, and those that run
+        # once.
         self._slices: dict[Var, dict[Rows | None, None]] = {}
         self._whole, self._once = set[Var](), set[Var]()
         if wanted is None:
@@ -79,9 +80,10 @@ class Plan:
             self._add(self.once, step, self._once)
             if step.is_once:
                 return
-        # 2. It makes the frontier, or belongs to what comes after.
+        # 2. A step after the loop reads it. The loop makes it, as the frontier, if it is rows or a sum and its operands
+        # are no smaller. Otherwise it runs after the loop, too.
         read = [x for x in outs if x in self._whole]
-        can_be_frontier = not {*map(program.kind, read)} <= {*CONSTANT}
+        can_be_frontier = not {*map(program.kind, read)} <= {*SHARED}
         can_be_frontier &= not any(map(program.is_mixed, read))
         if read and can_be_frontier and not self._is_smaller_before(step):
             self.frontier += read
@@ -131,6 +133,7 @@ class Plan:
                     self._whole.add(x)
                 else:
                     found[f"{task.takes} {task.makes}"] = task
+        # Unless `_add_free` has just put it after the loop.
         if step.only_prints and self.program.is_free(step) and step not in self.after[-1:]:
             found["print"] = Task(step, slices(self.program.kinds_of(step.equation.invars)), [])
         for task in found.values():
@@ -140,16 +143,16 @@ class Plan:
     def _task(self, step: Step, at: int, rows: Rows | None) -> Task | None:
         """Returns the task that makes a slice of a result, or None if it is sliced from the whole, as data may be."""
         x, is_free = step.equation.outvars[at], self.program.is_free(step)
-        usual = Task(step, step.takes or [None] * len(step.equation.invars), step.makes)
+        by_kinds = Task(step, step.takes or [None] * len(step.equation.invars), step.makes)
         # 1. A value that depends on examples is made by the slices that were found.
-        if (is_free and rows == step.makes[at]) or not self.program.fact(x).is_constant:
-            return usual
+        if (is_free and rows == step.makes[at]) or not self.program.fact(x).may_be_sliced:
+            return by_kinds
         # 2. Of others, any slice may be made, unless somebody needs the whole.
         is_whole = None in self._slices[x] or (x in self._whole and not is_free)
         if rows is not None and not is_whole and (found := self._slices_for(step, at, rows)):
             return Task(step, *found)
-        # 3. Otherwise the whole is made.
-        return usual if is_free else None
+        # 3. Otherwise the whole: the loop makes what is free, and data is wanted from before the loop.
+        return by_kinds if is_free else None
 
     def _slices_for(self, step: Step, at: int, rows: Rows) -> tuple[Slices, Slices] | None:
         """Returns what a micro-batch takes of the operands to make a slice of a result, and what it makes then."""

@@ -96,6 +96,8 @@ class Rows(NamedTuple):
 
     def reshaped(self, old: Shape, new: Shape) -> "Rows | None":
         """Returns the rows of an array after a reshape that keeps the order of its elements."""
+        # In order, the array is `outer` repetitions of all blocks. An axis can hold blocks if the axes before it number
+        # some of the repetitions, and it holds all others.
         outer, sets = math.prod(old[: self.axis]), self.sets
         if len({*sets}) == 1:  # blocks can become an axis of their own
             outer, sets = outer * len(sets), sets[:1]
@@ -145,7 +147,11 @@ def turns(counts: Sizes, micro_batches: int) -> list[Turns]:
 
 
 def joined(parts: Sequence[Leaf]) -> Leaf:
-    """Returns an array of examples from the parts of all loops, whose first axis numbers micro-batches."""
+    """Returns an array of examples from the parts of all loops, whose first axis numbers micro-batches.
+
+    It undoes `Turns.of`: example e of micro-batch i stands at e K + i. Later micro-batches may have one example less.
+    Their last row is filled up, and the surplus at the end is cut.
+    """
     columns = [x.swapaxes(0, 1) for x in parts]
     examples = sum(x.shape[0] * x.shape[1] for x in parts)
     if len(parts) > 1:

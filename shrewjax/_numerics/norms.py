@@ -309,7 +309,8 @@ def _in_two_passes(
 
 def _norms_by_leaf(sums: jax.Array, scaled: jax.Array, shift: jax.Array) -> ExtendedFloat:
     """Returns the norms of the leaves of a global norm from their sums, plain and scaled by its shift."""
-    # The sum of all leaves decides on the shift. A leaf whose own sum needs another one keeps its first sum.
+    # The sum of all leaves decides on the shift. After an overflow of the total, a leaf that did not overflow keeps its
+    # first sum. Beside a large leaf, a tiny one keeps its flushed sum.
     is_helped = shift_into_range(sums) == shift
     root = jnp.sqrt(jnp.where(is_helped, scaled, sums))
     return shifted(root, -jnp.where(is_helped, shift, 0))
@@ -323,7 +324,7 @@ def _sums_of_scaled(
 ) -> list[jax.Array]:
     """Returns the sums of units, joined, of elements times the scale that brings an untrusted sum into range.
 
-    `choosers` are the sums that choose the scale of each leaf's units.
+    `choosers` are the sums that choose the scale of each leaf's units. `unit_sums` change no number (XLA-6).
     """
     scaled = []
     for x, chooser, sums, dims in zip(leaves, choosers, unit_sums, kind.unit_dims, strict=True):
@@ -377,11 +378,11 @@ def _is_small(x: jax.Array) -> bool:
 
 def _by_maximum(leaves: Sequence[jax.Array], kind: _Kind) -> ExtendedFloat:
     """Returns norms of any order p >= 1 from two passes: the largest magnitude; the sum of (|x| / largest)**p."""
+    # 1. The largest magnitude of each leaf. An inf or NaN becomes the norm in the end; `bad` is 0 for all others.
     p, dtype = kind.ord, sum_dtype(*leaves)
     mantissas, exponents = _largest(leaves, dtype, kind.axes)
-    # The inf or NaN of a leaf, which the norm becomes in the end, and 0 for all others.
     bad = jnp.where(jnp.isfinite(mantissas), 0, mantissas)
-    # Each leaf relative to its largest.
+    # 2. Sums of powers, each leaf relative to its own largest.
     if p < math.inf:
         each = zip(leaves, *map(scalars, _scale_to_one(mantissas, exponents)), strict=True)
         relative = [
@@ -392,7 +393,7 @@ def _by_maximum(leaves: Sequence[jax.Array], kind: _Kind) -> ExtendedFloat:
     else:
         sums = jnp.ones_like(mantissas)
 
-    # All leaves relative to the largest.
+    # 3. For a global norm, those of all leaves relative to the largest of all.
     if kind.is_global:
         exponent = jnp.max(exponents)
         height = times_power_of_two(mantissas, exponents - exponent)
@@ -400,6 +401,7 @@ def _by_maximum(leaves: Sequence[jax.Array], kind: _Kind) -> ExtendedFloat:
         share = height / jnp.where(top > 0, top, 1)
         sums = _ordered_sum(sums * share**p) if p < math.inf else jnp.max(sums * share)
         mantissas, exponents, bad = top, exponent, jnp.sum(bad)
+    # 4. The norm is the largest times the root of the sum.
     norm = shifted(mantissas * (sums ** (1 / p) if p < math.inf else sums), exponents)
     return ExtendedFloat(jnp.where(bad == 0, norm.mantissa, bad), norm.exponent)
 
@@ -409,7 +411,8 @@ def _largest(leaves: Sequence[jax.Array], dtype: DType, axes: Axes | list[Axes])
     # XLA-29: the barriers hide numbers that XLA knows. It would not flush their subnormal parts, moduli and norms.
     hidden = [_unknown(x) if is_complex(x) else x for x in leaves]
     keys = _unknown(leaf_maxima(magnitude_key, [upcast(x, dtype) for x in hidden], axes=axes))
-    # A complex leaf's first key is of half the moduli, so 1 is added to its exponent. Its last is of the grown ones.
+    # The first key of a complex leaf is of half the moduli, so 1 is added to the exponent. The last is of moduli times
+    # 2**_GROWN_BY, which is subtracted. A real leaf has one key, which is both.
     firsts = jnp.concatenate([key[:1] for key in keys])
     largest = lax.bitcast_convert_type(firsts, dtype)
     mantissas, exponents = to_extended(largest)
@@ -521,7 +524,7 @@ def _unit_scales(
 def _term(
     x: jax.Array, dx: jax.Array, dims: UnitDims, scale: _ScaleToOne, ord: float
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the elements' terms in the tangent of their unit's mantissa, and 1 for each that is the largest."""
+    """Returns the terms sign(x) (|x| / norm)**(ord - 1) dx / 2**exponent, and 1 for each largest element."""
     first, second, divisor = (broadcast_to_leaf(part, x, dims) for part in scale)
     # norm = mantissa * 2**exponent with an integer exponent, so d(mantissa) = d(norm) / 2**exponent. So dx gets the two
     # factors, too, and not the divisor.

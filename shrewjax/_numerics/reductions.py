@@ -231,7 +231,7 @@ def all_finite(
 def finite_leaves(
     leaves: Sequence[Leaf], axes: Axes | list[Axes], unit_dims: UnitDims = ()
 ) -> jax.Array:
-    """Returns the same for each leaf. Shape (leaves,), and then the sizes of the `unit_dims`."""
+    """Returns for each leaf whether it is finite on all devices. Shape (leaves, *sizes of `unit_dims`)."""
     if not leaves:
         return jnp.ones((0,), bool)
 

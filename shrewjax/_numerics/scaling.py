@@ -139,7 +139,7 @@ def _scale_to_limit(norm: ExtendedFloat, limit: ExtendedFloat, applies: jax.Arra
     """Returns the scale limit / norm where it applies; NaN if one of the two is NaN or the norm is infinite.
 
     A limit of 1 and a norm of 3 * 2**140 in float32: 1/3 * 2**-140 is below the smallest normal number, 2**-126. So it
-    comes as 1/3 * 2**-126, `coarse`, and twice 2**-7, `fine`.
+    comes as 1/3 * 2**-124, `coarse`, and twice 2**-8, `fine`.
     """
     dtype = norm.mantissa.dtype
     defined = jnp.isfinite(norm.mantissa) & ~jnp.isnan(limit.mantissa)

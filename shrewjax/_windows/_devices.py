@@ -109,7 +109,7 @@ class Devices:
         return any_device(is_nonfinite, self.axes)
 
     def _own_axes(self, varies_like: jax.Array) -> AxisNames:
-        """Returns the mapped axes along which devices have windows of independent models, where this number varies."""
+        """Returns, without `sum_over`, the axes over which a window's number varies: each device has its own window."""
         return () if self.axes else tuple(sorted(varying_axes(varies_like), key=str))
 
     def own_norm(self, grads: ArrayTree, varies_like: jax.Array) -> ExtendedFloat:
@@ -135,6 +135,7 @@ class Devices:
         Numbers are scalars or vectors of a device, in its row if gradients have one. They are added in the weight's
         dtype.
         """
+        # Inside shard_map, numbers of shapes (1,), (1,), (1,) and (1, 3) become one array of shape (1, 6).
         sum_of_weights = numbers[0]
         vectors = [x if x.ndim > sum_of_weights.ndim else x[..., None] for x in numbers]
         together = jnp.concatenate([x.astype(sum_of_weights.dtype) for x in vectors], axis=-1)
@@ -264,6 +265,11 @@ def _mesh_of(params: ArrayTree, axes: AxisNames) -> Mesh | AbstractMesh | None:
 def _zero_rows(
     axes: AxisNames, mesh: Mesh | AbstractMesh | None, like: jax.Array, dtype: DType, name: str
 ) -> jax.Array:
+    """Returns zeros with a row for each device along the axes. Raises if the parameter is sharded over one of them.
+
+    Inside `shard_map` there is no mesh, and the device's one row. On a concrete mesh rows are placed. Under jit, types
+    place them on an Explicit mesh, and a constraint on an Auto mesh with no other axes.
+    """
     sharding = sharding_of(like)
     spec = () if sharding is None else sharding.spec
     over = {a for names in axes_by_dimension(spec) for a in names} if mesh else varying_axes(like)

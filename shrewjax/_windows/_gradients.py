@@ -56,7 +56,8 @@ def _remedy_of_kind(total: jax.Array) -> str:
 def same_leaves(grads: PyTree, gradient_sum: PyTree, remedy_of_shape: Remedy) -> None:
     """Raises, while tracing, unless gradients have the accumulator's structure and shapes.
 
-    A gradient of None fits every leaf, and so does any shape if one of the two leaves is no gradient.
+    A gradient of None fits every leaf, and so does any shape if one of the two leaves is no gradient. Flax's statistics
+    have a sum of None (`_overwritten`), and there a gradient must be None, too.
     """
     sums = jax.tree.leaves_with_path(gradient_sum, is_leaf=lambda x: x is None)
     without_sum = {path for path, total in sums if total is None}

@@ -138,8 +138,9 @@ def accumulate(
         If these have a gradient, as the negatives in detection, pass `jnp.maximum(w, 2.0**-30)`. `"sum"`: sum(g).
       accumulator_dtype: dtype of the sum. By default the wider of float32 and the parameter's dtype, complex for
         complex. Inner gets the average in the wider dtype of gradient and parameter, within 2 ulp of the exact
-        quotient. In `flush`, which has no gradient, it gets the sum's (under strict promotion the parameter's).
-        Updates come back as inner returns them. In float16, weights that count tokens soon make sums of w g overflow.
+        quotient. In `flush`, which has no gradient, it is that of sum and parameter (under strict promotion the
+        parameter's). Updates come back as inner returns them. In float16, weights that count tokens soon make sums of w
+        g overflow.
       nonfinite: the policy of the second table. All but `"propagate"` read the gradients once more, and count such
         micro-batches in `dropped`. To check the average as well, wrap inner in `skip_nonfinite`.
       sum_over: mapped axis or axes along which each device has its own gradients, not yet summed, and its own weight.
@@ -342,19 +343,21 @@ def _run_on_total(
     before = Measured.of(state)
 
     def total_and_run() -> tuple[PyTree, _After]:
+        # 1. Take the total, and run inner.
         average = window.average(added)
         ran = run_step(inner, step_on(step, average.gradients, average.loss, True))
         measured = Measured.of(average)
         if average.total_has_weight is not True:
-            # XLA-2: select, because XLA copies parameters in a branch within a branch on CUDA
-            # (tests/devices/test_accelerators.py, "closing_calls_alone").
+            # 2. Without a weight, take back what inner did. XLA-2: select, because XLA copies parameters in a branch
+            # within a branch on CUDA (tests/devices/test_accelerators.py, "closing_calls_alone").
             ran = optax.tree.where(average.total_has_weight, ran, step.skipped(ran[0]))
             measured = optax.tree.where(average.total_has_weight, measured, before)
         sums = added.state.gradient_sum
         emptied = window.devices.emptied(sums, average.total, average.gradients)
         return ran[0], _After(ran[1], jnp.asarray(average.total_has_weight), emptied, measured)
 
-    # A skipped step keeps its state. So the state of this one is all that the branch returns beside the updates.
+    # 3. One branch returns all. Its step's state is the `_After` of a step that is skipped, so `run_or_skip` returns
+    # that if the window stays open.
     skipped = _After(step.state, jnp.zeros((), bool), state.gradient_sum, before)
     return step._replace(state=skipped, runs=added.has_average).run_or_skip(total_and_run)
 
@@ -362,10 +365,10 @@ def _run_on_total(
 def _as_gradients(
     gradients: ArrayTree, like: ArrayTree, params: optax.Params | None
 ) -> optax.Updates:
-    """Returns averaged gradients in the wider dtype of gradient and parameter. A gradient of None has the sum's dtype.
+    """Returns averaged gradients in the wider dtype of gradient and parameter.
 
-    In a narrower one, such as float16, Adam's squares would leave the range. Under strict promotion JAX refuses to add
-    two dtypes, and such a gradient has the parameter's.
+    A gradient of None leaves the wider of sum and parameter. Under strict promotion, where JAX refuses to add two
+    dtypes, it leaves the parameter's. In a narrower one, such as float16, Adam's squares would leave the range.
     """
     is_strict = jax.config.jax_numpy_dtype_promotion == "strict"
 
@@ -392,8 +395,13 @@ def _with_integers(
 ) -> ArrayTree:
     """Returns updates with zeros, or new parameters with the old ones, in the leaves that are no gradients.
 
-    A float0 is none, though its parameter has a sum. If the gradient is None, the sum tells. An integer parameter's
-    zero has its own dtype, because a float32 zero would round a large integer.
+    =============================  ==========  ===================================================
+    the gradient                   parameters  updates
+    =============================  ==========  ===================================================
+    floating, or None with a sum   new         new
+    other, such as float0          old         zeros of its dtype
+    None without a sum             old         zeros of the parameter's dtype: float32 would round it
+    =============================  ==========  ===================================================
     """
 
     def keep(total: Leaf, grad: Leaf, new: PyTree, old: Leaf = None) -> PyTree:

@@ -254,15 +254,15 @@ class Window:
     ) -> tuple[Flag, Flag]:
         """Returns whether the window has a weight, and whether it has an average if it closes.
 
-        If `is_kept` is True, this micro-batch's weight is known and a normal number. The window's weight cannot be 0
-        then, and no run-time check is needed.
+        `is_kept` is the Python True only for a weight that is known while tracing, which is a normal number. The
+        window's weight cannot be 0 then, and no run-time check is needed.
         """
         has_weight: Flag = True if is_kept is True else sum_of_weights != 0
         is_known = has_weight is True and not isinstance(is_closing, jax.Array)
         if is_known and self.nonfinite != "drop_window":
             return True, True
-        # XLA-32: a flag of its own, also without "drop_window", where it is always True. Otherwise XLA on CUDA holds
-        # all gradients of layers in a list (tests/devices/test_scanned_layers.py, "as_they_come").
+        # XLA-32: a flag beside a closing flag, also without "drop_window", where it is True. Otherwise XLA on CUDA
+        # holds all gradients of layers in a list (tests/devices/test_scanned_layers.py, "as_they_come").
         is_good = jnp.logical_not(window_bad)
         return has_weight, is_good if self.is_partial else has_weight & is_good
 
