@@ -63,7 +63,7 @@ class Devices:
     """The devices along these axes. Without axes there is one, or all have the same gradients."""
 
     given: Axes
-    sharded_over: Axes = None  # where types do not tell
+    sharded_over: Axes = None
 
     @property
     def axes(self) -> AxisNames:
@@ -103,7 +103,9 @@ class Devices:
         leaves = jax.tree.leaves(grads)
         own_axes = self._own_axes(varies_like)
         if not self.axes:
-            axes = axes_beside(leaves, own_axes) if own_axes else self.sharded_over
+            # Where types do not tell, `sharded_over` does. Without it, () says that each device has a model of its own.
+            told = self.given if self.sharded_over is None else self.sharded_over
+            axes = axes_beside(leaves, own_axes) if own_axes else told
             return is_kept & ~all_finite(leaves, axes)
         is_nonfinite = jnp.any(is_kept & ~all_finite(leaves, [()] * len(leaves), unit_dims=(0,)))
         return any_device(is_nonfinite, self.axes)

@@ -151,8 +151,8 @@ WRONG_CALLS = {
     ),
     "an array that holds no examples": (
         lambda: traced(lambda p, x, y, scale: loss_fn(p, x * scale, y), args=(PARAMS, X, Y, jnp.ones(3))),
-        r"^argument 3 must have a first axis of 8 examples, as argument 1 has, got shape \(3,\)\. Give both as "
-        r"many rows\. If argument 3 is the same for all micro-batches, pass batch_argnums=\(1, 2\)",
+        r"^argument 3 must have a first axis of 8 examples, as argument 1 has, got shape \(3,\)\. Pass "
+        r"parameters first, and as many examples in each array\. If argument 3 is the same .*, pass batch_argnums=\(1, 2\)",
     ),
     "a matrix of the transposed examples": (
         lambda: traced(args=(PARAMS, X.T, Y)),
@@ -161,7 +161,7 @@ WRONG_CALLS = {
     "parts of a graph that no axis numbers": (
         lambda: traced(args=(PARAMS, {"edges": jnp.ones(100), "nodes": jnp.ones(40)})),
         r"^argument 1\['nodes'\] must have a first axis of 100 examples, as argument 1\['edges'\] has, got shape "
-        r"\(40,\)\. Give both .*\. If it is the same for all micro-batches, pass it as an argument of its own, with "
+        r"\(40,\)\. Pass parameters .*\. If it is the same .*, pass it as an argument of its own, with "
         "batch_argnums=1",
     ),
     "two numbers of examples that K divides": (
@@ -342,7 +342,7 @@ WRONG_CALLS = {
     "no arguments": (
         lambda: shrewjax.micro_batched(lambda: jnp.ones(()), 2)(),
         r"^batch_argnums must name the arguments with examples, because 0 arguments came by position\. Pass "
-        "examples$",
+        "fun's arguments$",
     ),
     "parameters of a function that takes no position": (
         lambda: shrewjax.accumulated_value_and_grad(lambda *, p, x: jnp.mean(x * p), 2)(p=jnp.ones(3), x=X),
