@@ -152,7 +152,7 @@ WRONG_CALLS = {
     "an array that holds no examples": (
         lambda: traced(lambda p, x, y, scale: loss_fn(p, x * scale, y), args=(PARAMS, X, Y, jnp.ones(3))),
         r"^argument 3 must have a first axis of 8 examples, as argument 1 has, got shape \(3,\)\. Pass "
-        r"parameters first, and as many examples in each array\. If argument 3 is the same .*, pass batch_argnums=\(1, 2\)",
+        r"parameters first, and as many examples in each array\. If argument 3 .*, pass batch_argnums=\(1, 2\)",
     ),
     "a matrix of the transposed examples": (
         lambda: traced(args=(PARAMS, X.T, Y)),
