@@ -50,19 +50,17 @@ def check_share(plan: Plan, fun: Function) -> None:
     unknown = sorted({*_unknown_in(x.equation for x in first)})
     lines = "; ".join(dict.fromkeys(line_of(x, fun) for x in first[:3]))
     if unknown:
-        cause, remedy = (
-            f"{', '.join(unknown)} may mix examples",
-            "If it does not, wrap the function that calls it in of_each_example. For another loss, call",
-        )
+        cause = f"{', '.join(unknown)} may mix examples"
+        remedy = "If it does not, wrap the function that calls it in of_each_example"
     else:
-        cause, remedy = (
-            "examples mix",
-            "Put examples on the first axis, as by swapaxes, or jax.vmap over graphs of one size. Take statistics from "
-            "running averages. For another loss, call",
+        cause = "examples mix"
+        remedy = (
+            "Put the examples of all arguments first, as by swapaxes. Pad graphs to one size, and jax.vmap over them. "
+            "For batch norm, call accumulated_value_and_grad, where each micro-batch has statistics of its own"
         )
     raise ValueError(
         f"fun must act on each example alone before examples mix, but {cause} at {lines}, so that only "
-        f"{share:.0%} could be divided. {remedy} accumulated_value_and_grad, in which each micro-batch has its own"
+        f"{share:.0%} could be divided. {remedy}"
     )
 
 

@@ -475,8 +475,8 @@ def test_a_divided_loss_updates_the_state_without_a_derivative_too():
 
 def test_batch_norm_in_training_is_refused_with_its_line_and_the_model_stays_as_it_was(mode):
     message = (
-        r"but examples mix at test_flax\.py:\d+: return self\.lora\(self\.dropout\(self\.norm\(.* from running averages"
-        r"\. For another loss, call accumulated_value_and_grad"
+        r"but examples mix at test_flax\.py:\d+: return self\.lora\(self\.dropout\(self\.norm\(.* For batch norm, "
+        r"call accumulated_value_and_grad"
     )
     for make in (shrewjax.flax.value_and_grad, shrewjax.flax.micro_batched):
         model = Net()

@@ -426,7 +426,7 @@ WRONG_CALLS = {
     "batch norm in training": (
         lambda: divided(normalized_loss),
         r"^fun must act on each example alone before .*, but examples mix at test_messages\.py:\d+: hidden = \(hidden "
-        r"- hidden\.mean.* only \d+% could be divided\. .* by swapaxes, .* from running averages\. For another",
+        r"- hidden\.mean.* only \d+% could be divided\. .* by swapaxes\. .* For batch norm, call accumulated",
     ),
     "a reference": (
         lambda: divided(writing_loss),
