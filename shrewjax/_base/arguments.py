@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shrewjax._base.axes import axes_by_dimension, mapped_axes
-from shrewjax._base.trees import gradient_leaves, is_gradient, leaf_name, short_leaf_name, shown
+from shrewjax._base.axes import are_whole, axes_by_dimension, is_bound, mapped_axes, row_axes
+from shrewjax._base.trees import array_leaf, is_gradient, leaf_name, short_leaf_name, shown
 from shrewjax._base.types import (
     Argument,
     Axes,
@@ -288,7 +288,10 @@ def axis_names(name: str, value: Argument, remedy: str = "") -> Axes:
     if value is None:
         return None
     names = tuple(value) if isinstance(value, tuple | list) else (value,)
-    others = [a for a in names if isinstance(a, jax.P | None) or not isinstance(a, Hashable)]
+    is_none = lambda a: (
+        isinstance(a, jax.P | tuple | None) or callable(a) or not isinstance(a, Hashable)
+    )  # noqa: E731
+    others = [*filter(is_none, names)]
     if others or len({*names}) < len(names):
         raise ValueError(
             f"{name} must be a mapped axis, or a tuple of different ones, got {shown(value)}{remedy}"
@@ -307,18 +310,19 @@ def axes_by_leaf(given: Shardings, grads: PyTree) -> Axes | tuple[Axes, ...]:
     """Returns the axes for each leaf of `trees.floating(grads)`, or for all; None if types give them."""
     if not (isinstance(given, jax.P) or callable(given)):
         return given
-    mapped, is_tracked = mapped_axes()
-    if is_tracked:
-        return None
+    is_tracked = mapped_axes()[1]
 
     def axes(path: KeyPath, leaf: Leaf) -> Axes:
         of_leaf = axis_names_of_leaf(given, path, leaf)
+        if is_tracked:
+            return () if are_whole(of_leaf) else None
         if not isinstance(of_leaf, jax.P):
             return of_leaf
-        return tuple(a for names in axes_by_dimension(of_leaf) for a in names if a in mapped)
+        names = (a for of_dimension in axes_by_dimension(of_leaf) for a in of_dimension)
+        return tuple(a for a in names if is_bound(a) and a not in row_axes())
 
-    paths, leaves, _ = gradient_leaves(grads)
-    return tuple(axes(*x) for x in zip(paths, leaves, strict=True) if is_gradient(x[1]))
+    leaves = jax.tree.leaves_with_path(grads)
+    return tuple(axes(path, x) for path, x in leaves if is_gradient(array_leaf(path, x)))
 
 
 def axis_names_of_leaf(given: Shardings, path: KeyPath, leaf: Leaf) -> AxisNames | jax.P | None:

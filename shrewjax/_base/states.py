@@ -52,7 +52,7 @@ def require_state_of(
     """Raises unless this is the state that a rule's own `init` makes. Rules that read no state do not call it."""
     if not isinstance(state, kind):
         ways = ""
-        if isinstance(state, dict):
+        if isinstance(state, dict | list):
             ways = ". Or, if it was restored, restore it with tx.init(params) as the target"
         elif type(state).__name__ == kind.__name__:
             ways = ". Or, if shrewjax was imported again, call tx.init(params) again"

@@ -72,7 +72,7 @@ Flag: TypeAlias = bool | jax.Array
 # Mapped axes.
 
 AxisName: TypeAlias = Hashable | tuple[Hashable, ...]
-"""Names of mapped axes, as users pass them in `sum_over`."""
+"""Names of mapped axes, as users pass them in `sum_over`, and to windows in `sharded_over`."""
 
 AxisNames: TypeAlias = tuple[Hashable, ...]
 """Checked names of mapped axes."""

@@ -175,7 +175,8 @@ def _check_aux_leaf(leaf: str, x: Leaf, name: str, size: int) -> None:
     if not is_number or (name == "mean" and not is_gradient(x)):
         raise ValueError(
             f"leaf {leaf} of the aux is {x.dtype}, which {name!r} does not take. Pass a tree of "
-            "names as aux_reduction=, with 'sum' for this leaf. Pass a state by carry_argnum="
+            "names as aux_reduction=, with 'sum' for this leaf. Pass a state by carry_argnum= of "
+            "accumulated_value_and_grad"
         )
     if name in ("max", "min") and jnp.issubdtype(x.dtype, np.complexfloating):
         raise ValueError(

@@ -101,6 +101,12 @@ class Roles(NamedTuple):
             for path, x in call.leaves(at):
                 _check_folded(call, at, path, x)
         sizes = _numbers_of_examples(call) if is_device else {number_of_examples(call)}
+        differ = numbers["rng_argnums"] or numbers.get("carry_argnum")
+        if sizes == {None} and divisor > 1 and not differ:
+            raise ValueError(
+                "batch_argnums must name arrays of examples, got none, so that all micro-batches are the same. Pass "
+                "arguments with a first axis of examples"
+            )
         if is_device or divisor * devices > 1:
             _check_whole(call, sizes)
         return call
@@ -198,12 +204,21 @@ def _counts_of_examples(leaves: Iterable[tuple[int, Place, Leaf]]) -> dict[int, 
         is_operand = isinstance(x, jax.Array | np.ndarray) and is_array(x)
         if is_operand and np.ndim(x) and not is_raw_key:
             found[i] = x.shape[0]
-        elif not is_array(x) and not isinstance(x, str | np.ndarray) and not callable(x):
-            raise ValueError(
-                f"{label(place)} must be a tree of arrays, got {type(x).__name__}. Pass a dict. Or register "
-                "its class by jax.tree_util.register_dataclass"
-            )
+        elif _is_no_tree(x):
+            raise ValueError(_message_of_no_tree(place, x))
     return found
+
+
+def _is_no_tree(x: Leaf) -> bool:
+    """Returns whether a leaf is an object, such as a `UserDict`, which may have arrays inside that JAX does not see."""
+    return not is_array(x) and not isinstance(x, str | np.ndarray) and not callable(x)
+
+
+def _message_of_no_tree(place: Place, x: Leaf) -> str:
+    return (
+        f"{label(place)} must be a tree of arrays, got {type(x).__name__}. Pass a dict. Or register its class by "
+        "jax.tree_util.register_dataclass"
+    )
 
 
 _WHOLE_BY_DEFAULT = "what stays whole by default"
@@ -310,7 +325,8 @@ def _numbers_of_examples(call: Call) -> set[int]:
                 raise ValueError(key_message(call, at, path))
             if not shape:
                 raise ValueError(
-                    f"{name} must have a first axis of examples, got {x!r}. Leave it out of batch_argnums="
+                    f"{name} must have a first axis of examples, got {x!r}. Pass it by itself, and "
+                    "leave it out of batch_argnums="
                 )
             if shape[0] % devices:
                 raise ValueError(
@@ -357,6 +373,8 @@ def _message(
 ) -> str:
     if is_key(x):
         return key_message(call, at, path)
+    if _is_no_tree(x):
+        return _message_of_no_tree(call.places[at], x)
     like = [
         call.name(other, of)
         for other in among
@@ -378,8 +396,9 @@ def _message(
     remedy = f"pass {where}{batch}"
     name = "it" if is_split else call.label(at)
     rows = "Pass parameters first, and as many examples in each array. " if np.ndim(x) else ""
-    carry = f". If fun returns a new one, pass {call.as_role('carry_argnum', at)}"
-    is_state = path and not is_split
+    carry = f". If fun returns a new one, return (loss, (aux, carry)), and pass carry_argnum={at}"
+    may_be_carried = isinstance(call.places[at], int) and call.numbers.get("carry_argnum") == ()
+    is_state = path and not is_split and may_be_carried
     same = f"If {name} is the same for all micro-batches, {remedy}"
     return f"{message}. {rows}{same}{carry if is_state else ''}"
 

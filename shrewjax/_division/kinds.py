@@ -339,7 +339,7 @@ class Program:
             is_param = facts[at].is_free and not self._is_inside
             if takes[at] is not None or is_param or ins[at][:1] != (count,):
                 continue
-            if not self._is_made_of_nothing(x):
+            if not self.is_made_of_nothing(x):
                 raise ValueError(
                     f"of_each_example cannot tell whether the array of shape {ins[at]} holds examples. If so, pass it "
                     "in batch_argnums=. Otherwise pass x[None]"
@@ -347,12 +347,12 @@ class Program:
             takes[at] = its
         return step.found([its] * len(outs), takes)
 
-    def _is_made_of_nothing(self, x: Atom) -> bool:
+    def is_made_of_nothing(self, x: Atom) -> bool:
         """Returns whether a value depends on shapes alone, such as `jnp.arange(B)`."""
         if not is_variable(x):
             return True
         step = self.made_by.get(x)
-        return step is not None and all(map(self._is_made_of_nothing, step.equation.invars))
+        return step is not None and all(map(self.is_made_of_nothing, step.equation.invars))
 
     # Equations with programs inside.
 
@@ -452,10 +452,9 @@ class Program:
         """Each function must make rows of rows, as of systems of equations that are solved one for each example."""
         solve, kinds = jaxprs.linear_solve_of(step.equation), [x.kind for x in facts]
         rows: set[Any] = {x for x in kinds if x not in SHARED}
-        if not rows:
-            return step.found([SAME] * len(step.equation.outvars))
-        if solve is None or len(rows) != 1 or not all(isinstance(x, Rows) for x in rows):
+        if solve is None or len(rows) > 1 or not all(isinstance(x, Rows) for x in rows):
             return None
+        rows = rows or {SAME}
         right, start, programs = [*rows] * len(step.equation.outvars), 0, []
         for name, function in solve.functions.items():
             constants = kinds[start : start + solve.constants[name]]
@@ -464,7 +463,7 @@ class Program:
                 programs.append(self.body(function, [*constants, *right]))
         if any(x.kinds_of(x.results) != right for x in programs):
             return None
-        return step.found(right, [*slices(kinds[:start]), *right], programs=programs)
+        return step.found(right, slices([*kinds[:start], *right]), programs=programs)
 
     # Functions that bring their derivative.
 

@@ -72,7 +72,8 @@ def _weights_act(program: Program, step: Step) -> bool:
         for x, fact in facts.items()
         if fact.is_free and fact.kind in (SAME, ZERO) and shape_of(x.aval)
     ]
-    return 0 < len(weights) < len(facts) and any(map(labels.contracts, _with_inner(step)))
+    others = [x for x in facts if x not in weights and not program.is_made_of_nothing(x)]
+    return bool(weights and others) and any(map(labels.contracts, _with_inner(step)))
 
 
 def _with_inner(step: Step) -> list[Equation]:

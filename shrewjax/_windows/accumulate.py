@@ -147,7 +147,7 @@ def accumulate(
         See the guide "Many devices". With `check_vma=False` and in `jax.pmap`, pass `()` if gradients are the same on
         every device, or if each device has a model and a state of its own.
       sharded_over: with `check_vma=False` and in `jax.pmap`, the axes along which devices hold parts of one model's
-        gradients. `nonfinite` decides for all of these devices. Without it, each device decides alone.
+        gradients. `nonfinite` decides for all of these devices. With `sum_over=()` alone, each decides alone.
       noise_decay: measures the gradient noise scale, with averages of this decay in [0, 1), such as 0.99. A weight then
         counts independent examples, not tokens. See the guide "The noise of a window".
 

@@ -51,8 +51,9 @@ def test_vmap_over_a_named_axis_is_a_mapped_axis_only_if_named():
     rows = np.float32([[3, 4], [6, 8]])
 
     def norms(g):
-        return shrewjax.grad_norm(g), shrewjax.grad_norm(g, sharded_over="i")
+        given = "i", P("i"), lambda *_: P("i")
+        return shrewjax.grad_norm(g), [shrewjax.grad_norm(g, sharded_over=x) for x in given]
 
     apart, over = quick_jit(jax.vmap(norms, axis_name="i"))(rows)
     np.testing.assert_allclose(apart, [5, 10])
-    np.testing.assert_allclose(over, [125**0.5] * 2, rtol=1e-6)
+    np.testing.assert_allclose(over, [[125**0.5] * 2] * 3, rtol=1e-6)

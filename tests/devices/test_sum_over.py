@@ -781,3 +781,23 @@ def test_one_key_of_all_micro_batches_is_an_argument_or_comes_by_its_data_on_an_
         ]
     for its in found:
         assert_close(its, jax.value_and_grad(drawing)(PARAMS, X, key), rtol=1e-4, atol=1e-6)
+
+
+def solving(params, x, y):
+    """Systems of parameters alone, also in scanned layers."""
+
+    def layer(x, a):
+        return jnp.tanh(x @ jnp.linalg.inv(a)), None
+
+    h = jax.lax.scan(layer, x, params["layers"])[0]
+    return jnp.mean((h @ jnp.linalg.solve(params["a"], params["b"]) - y) ** 2)
+
+
+def test_a_solve_of_parameters_runs_on_the_devices_of_the_loop():
+    rng = np.random.default_rng(0)
+    layers = np.eye(3, dtype="f") * 2 + 0.1 * rng.normal(size=(2, 3, 3)).astype("f")
+    params = {"layers": layers, "a": layers[0] + 1, "b": np.ones(3, "f")}
+    x, y = rng.normal(size=(16, 3)).astype("f"), np.ones(16, "f")
+    with jax.set_mesh(mesh_of(data=4)):
+        found = jax.jit(shrewjax.value_and_grad(solving, 2, sum_over="data"))(params, x, y)
+    assert_close(found, jax.value_and_grad(solving)(params, x, y), rtol=1e-4, atol=1e-6)

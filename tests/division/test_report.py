@@ -171,3 +171,12 @@ def test_a_small_loss_in_which_weights_do_not_act_on_what_mixes_is_divided():
     x = RNG.normal(size=(B, D)).astype("f")
     found = jax.jit(shrewjax.value_and_grad(pairs, 4))(F32[0], x)[0]
     np.testing.assert_allclose(found, pairs(F32[0], x), rtol=1e-5)
+
+
+def test_an_inverse_of_parameters_beside_a_small_batch_is_no_model_that_mixes_examples():
+    def loss(w, x):
+        return jnp.mean(jnp.tanh(x @ w) ** 2), jnp.linalg.inv(w)
+
+    w, x = np.eye(5, dtype="f"), np.ones((8, 5), "f")
+    (_, found), _ = jax.jit(shrewjax.value_and_grad(loss, 4, has_aux=True))(w, x)
+    np.testing.assert_allclose(found, np.eye(5))

@@ -158,6 +158,18 @@ WRONG_CALLS = {
         lambda: traced(args=(PARAMS, X.T, Y)),
         r"^argument 1 must have a first axis of 8 examples, as argument 2 has, got shape \(3, 8\)",
     ),
+    "a batch that is no tree": (
+        lambda: shrewjax.accumulated_value_and_grad(loss_fn, 4)(PARAMS, collections.UserDict(x=X, y=Y)),
+        r"^argument 1 must be a tree of arrays, got UserDict\. Pass a dict\.",
+    ),
+    "no batch": (
+        lambda: traced(args=(PARAMS, X, Y), batch_argnums=()),
+        r"^batch_argnums must name arrays of examples, got none, .* Pass arguments with a first axis",
+    ),
+    "a function for a window": (
+        lambda: shrewjax.accumulate(optax.sgd(1.0), 2, sharded_over=lambda name, leaf: "data"),
+        r"^sharded_over must be a mapped axis, or a tuple of different ones, got <function",
+    ),
     "parts of a graph that no axis numbers": (
         lambda: traced(args=(PARAMS, {"edges": jnp.ones(100), "nodes": jnp.ones(40)})),
         r"^argument 1\['nodes'\] must have a first axis of 100 examples, as argument 1\['edges'\] has, got shape "
