@@ -288,11 +288,13 @@ def axis_names(name: str, value: Argument, remedy: str = "") -> Axes:
     if value is None:
         return None
     names = tuple(value) if isinstance(value, tuple | list) else (value,)
-    is_none = lambda a: (
-        isinstance(a, jax.P | tuple | None) or callable(a) or not isinstance(a, Hashable)
-    )  # noqa: E731
-    others = [*filter(is_none, names)]
-    if others or len({*names}) < len(names):
+
+    def is_axis(x: Any) -> bool:
+        return (
+            isinstance(x, Hashable) and not isinstance(x, jax.P | tuple | None) and not callable(x)
+        )
+
+    if not all(map(is_axis, names)) or len({*names}) < len(names):
         raise ValueError(
             f"{name} must be a mapped axis, or a tuple of different ones, got {shown(value)}{remedy}"
         )
