@@ -181,7 +181,8 @@ def require_sum_over(what: str, axes: Axes) -> None:
     if mapped and not is_tracked and axes is None:
         raise ValueError(
             f"{what} cannot tell whether gradients are already summed over {', '.join(map(repr, mapped))}. Pass "
-            "sum_over= with the axes that remain, () for none. Pass sharded_over=, too, if devices hold parts of it"
+            "sum_over= with the axes that remain, () for none. Pass sharded_over=, too, if devices hold parts of a "
+            "model"
         )
 
 

@@ -78,7 +78,7 @@ AxisNames: TypeAlias = tuple[Hashable, ...]
 """Checked names of mapped axes."""
 
 ShardedOver: TypeAlias = AxisName | jax.P | Callable[[str, Leaf], Argument] | None
-"""What users pass in `sharded_over`: mapped axes, a PartitionSpec, or a function of a leaf's name and the leaf."""
+"""`sharded_over` as users pass it: mapped axes, a PartitionSpec, or a function of a leaf's name and the leaf."""
 
 MeshAxes: TypeAlias = frozenset[Any]
 """Names of axes of a mesh."""

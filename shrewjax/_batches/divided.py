@@ -122,7 +122,7 @@ class Pass:
         self.divided, self.program, self.run = divided, divided.program, run
         self.frontier, self.has_gradients = frontier, cotangents is not None
         self.returned = frontier.all if returns_frontier else []
-        # 1. What tasks read, and do not make: neither that slice nor the whole.
+        # 1. Find what tasks read because no task makes it: neither that slice nor the whole.
         tasks = divided.plan.loop
         made = {key for task in tasks for key in task.results()}
         reads = [
@@ -163,9 +163,8 @@ class Pass:
             return its.together(next(rows), shape_of(x.aval), its.whole)
 
         frontier = [*map(placed, self.returned)]
-        return dict(zip(self.params, of_params, strict=True)) | {
-            x: placed(x) for x in self.rows
-        }, frontier
+        grads = dict(zip(self.params, of_params, strict=True)) | {x: placed(x) for x in self.rows}
+        return grads, frontier
 
     def _of_device(
         self, pieces: list[list[Leaf]], others: tuple[list[Leaf], list[Leaf]]
@@ -257,9 +256,8 @@ class Pass:
             (smooth, others), grads = self.run(of_free, values), []
         # 3. Part what is added up from what is stacked.
         of_params, of_rows = grads[: len(self.params)], grads[len(self.params) :]
-        frontier = [
-            *zip(self.returned, [*smooth, *others], strict=False)
-        ]  # none is returned, or all are
+        made = [*smooth, *others] if self.returned else []
+        frontier = [*zip(self.returned, made, strict=True)]
         sums = [y for x, y in frontier if program.slice(x) is None]
         pairs = [*frontier, *zip(self.rows, of_rows, strict=True)]
         stacks = [rows.apart(y, batch.sizes) for x, y in pairs if (rows := program.slice(x))]

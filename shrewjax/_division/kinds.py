@@ -569,7 +569,7 @@ def _moved(kind: Kind, by: int) -> Kind:
 def either(x: Kind, y: Kind) -> Kind:
     """Returns the kind of a value that is one or the other.
 
-    What is the same for all can be sliced as rows. Zero can be a part of a sum. All other pairs are mixed.
+    SAME stands for rows, too, because any slice of it is right. ZERO also stands for a sum. All other pairs are MIXED.
     """
     if x == y:
         return x

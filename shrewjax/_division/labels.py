@@ -5,7 +5,7 @@ the same slice of the operands. A label that only operands have is summed, or ca
 dimension that cannot be divided. A wrong row would be silently wrong, so `tests/division/test_labels.py` runs each on
 random slices. An operation that the table lacks is not divided.
 
-This module and `_programs/jaxprs.py` are the only ones that name primitives, but for threefry (`draws`).
+Only this module and `_programs/jaxprs.py` name primitives, except that `draws` binds threefry.
 """
 
 import itertools

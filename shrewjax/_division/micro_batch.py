@@ -97,10 +97,10 @@ class MicroBatch:
     def _made(self, task: Task, given: list[Leaf]) -> Sequence[Leaf]:
         step, takes, makes = task
         equation = step.equation
-        # 1. What begins to vary over devices. The operands may vary already.
+        # 1. A cast that makes a value vary over devices is made anew, because the operand may vary already.
         if self.varying and labels.makes_varying(equation):
             return [as_varying(given[0], tuple(varying_axes(equation.outvars[0].aval)))]
-        # 2. What is the same as in the whole batch.
+        # 2. An equation that takes and makes whole values runs as it stands.
         is_sliced = any(takes) or any(makes)
         is_silenced = jaxprs.prints(equation) and not self.prints
         runs_elsewhere = step.programs and (self.varying or self.mapped)

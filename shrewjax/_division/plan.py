@@ -55,8 +55,7 @@ class Plan:
         self.loop: list[Task] = []
         self.after: list[Step] = []
         self.frontier: list[Var] = []
-        # Of the steps that were planned so far, what the loop reads, those before and after it, and those that run
-        # once.
+        # What the steps planned so far read: those of the loop, those before and after it, and those that run once.
         self._slices: dict[Var, dict[Rows | None, None]] = {}
         self._whole, self._once = set[Var](), set[Var]()
         if wanted is None:
@@ -110,7 +109,8 @@ class Plan:
         """Returns whether the operands of a step are a better frontier than its results, because they hold less.
 
         So a sum leaves the loop before it is divided, and a value before it is broadcast. A contraction stays, unless
-        its operands are sums. Of equal sizes, a sum is better, and what is not yet moved, as by a transpose.
+        its operands are sums. Of equal sizes, operands are better if they are sums, or if the step only moves them, as
+        a transpose does.
         """
         operands = {*filter(self.program.is_divided, _variables(step.equation.invars))}
         is_sum = {*map(self.program.kind, operands)} == {SUM}

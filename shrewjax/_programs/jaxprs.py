@@ -10,8 +10,7 @@ apart, so that a function runs as JAX traced it. `tests/programs/test_jaxprs.py`
 
 The core relies on these names, too. An operation that the division does not know is refused. With other names,
 `axes_of_collectives` finds too many axes, and a right step is refused, or too few, and devices wait forever. `types_of`
-raises. `frames_of` reads what JAX keeps for its own messages. Without it, an error names no
-line.
+raises. `frames_of` reads what JAX keeps for its own messages. Without it, an error names no line.
 """
 
 import functools

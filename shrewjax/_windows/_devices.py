@@ -103,7 +103,7 @@ class Devices:
         leaves = jax.tree.leaves(grads)
         own_axes = self._own_axes(varies_like)
         if not self.axes:
-            # Where types do not tell, `sharded_over` does. Without it, () says that each device has a model of its own.
+            # Untracked types do not tell, so `sharded_over` does. Without it, () means a model on each device.
             told = self.given if self.sharded_over is None else self.sharded_over
             axes = axes_beside(leaves, own_axes) if own_axes else told
             return is_kept & ~all_finite(leaves, axes)
