@@ -30,12 +30,11 @@ class _Half:
     """
 
     def __init__(
-        self, body: Any, steps: Sequence[Any], places: list[int], more: list[Atom]
+        self, body: Any, steps: Sequence[Any], places: list[int], more: Sequence[Atom] = ()
     ) -> None:
-        self.places = places
         outs = [*(body.results[at] for at in places), *more]
         equations = [step.equation for step in steps]
-        self.reads = jaxprs.read_by(equations, outs)
+        self.places, self.reads = places, jaxprs.read_by(equations, outs)
         self._known = body.constants
         self._run = jaxprs.function_of(jaxprs.program_of(equations, self.reads, outs))
 
@@ -50,30 +49,32 @@ def in_two(equation: Equation, body: Any, is_mixed: Sequence[bool]) -> Jaxpr | N
     `body` is the `Program` inside of it. `is_mixed` says which results are mixed.
     """
     scan = jaxprs.scan_of(equation)
-    carries = range(scan.carries) if scan else range(0)
+    if not (scan or jaxprs.is_checkpoint(equation)):
+        return None
     mixed, kept = ([at for at, x in enumerate(is_mixed) if x == y] for y in (True, False))
     # 1. The second half, from its results back.
-    needed = {*filter(is_variable, (body.results[at] for at in mixed))}
+    needed = dict.fromkeys(filter(is_variable, (body.results[at] for at in mixed)))
     second: list[Any] = []
     for step in reversed(body.steps):
         outs = step.equation.outvars
-        if not needed.isdisjoint(outs) and not any(map(body.is_divided, outs)):
-            second.append(step)
-            needed.update(filter(is_variable, step.equation.invars))
+        if any(x in needed for x in outs) and not any(map(body.is_divided, outs)):
+            second.insert(0, step)
+            needed |= dict.fromkeys(filter(is_variable, step.equation.invars))
     # 2. The first half.
-    first = [x for x in body.steps if not any(map(body.is_mixed, x.equation.outvars))]
+    first = [x for x in body.steps if not x.mixes]
     if not any(body.is_divided(x) for step in first for x in step.equation.outvars):
         return None
-    carried = [body.arguments[scan.constants + at] for at in carries if at in kept] if scan else []
-    given = [x for x in needed if (body.is_divided(x) or x in carried)]
-    halves = _Half(body, first, kept, given), _Half(body, second[::-1], mixed, [])
-    # 3. Both, one after the other.
+    # 3. The second half gets what is rows or a sum, and what the first half carries.
+    carries = body.arguments[scan.constants :][: scan.carries] if scan else []
+    of_first = [x for at, x in enumerate(carries) if at in kept]
+    given = [x for x in needed if body.is_divided(x) or x in of_first]
+    halves = _Half(body, first, kept, given), _Half(body, second, mixed)
+    # 4. Both, one after the other.
     run = partial(_scan, scan, body) if scan else partial(_checkpoint, equation)
 
     def of_operands(*operands: Leaf) -> list[Leaf]:
-        known = dict(zip(body.arguments, operands, strict=True))
+        known, count = dict(zip(body.arguments, operands, strict=True)), len(kept)
         made = run(halves[0], known, {})
-        count = len(kept)
         rest = run(halves[1], known, dict(zip(given, made[count:], strict=True)))
         by_place = dict(zip(kept + mixed, made[:count] + rest, strict=True))
         return [by_place[at] for at in range(len(by_place))]
@@ -87,7 +88,7 @@ def _checkpoint(
 ) -> list[Leaf]:
     known = known | handed_on
     names = [x for x in half.reads if x in known]
-    of_values = lambda *x: half(dict(zip(names, x, strict=True)))  # noqa: E731
+    of_values = lambda *values: half(dict(zip(names, values, strict=True)))  # noqa: E731
     options = jaxprs.options_of_checkpoint(equation)
     return jax.checkpoint(of_values, **options)(*(known[x] for x in names))
 
@@ -99,10 +100,11 @@ def _scan(
     known: dict[Atom, Leaf],
     handed_on: dict[Atom, Leaf],
 ) -> list[Leaf]:
-    names_of_stacks = body.arguments[scan.constants + scan.carries :]
-    carries = [body.arguments[scan.constants + at] for at in half.places if at < scan.carries]
-    stacks = {x: known[x] for x in names_of_stacks if x in half.reads} | handed_on
-    constants = {x: known[x] for x in body.arguments[: scan.constants] if x in half.reads}
+    names = body.arguments
+    constants = {x: known[x] for x in names[: scan.constants]}
+    carries = [names[scan.constants + at] for at in half.places if at < scan.carries]
+    stacks = {x: known[x] for x in names[scan.constants + scan.carries :] if x in half.reads}
+    stacks |= handed_on
 
     def trip(carry: list[Leaf], slices: list[Leaf]) -> tuple[list[Leaf], list[Leaf]]:
         its = zip([*carries, *stacks], [*carry, *slices], strict=True)

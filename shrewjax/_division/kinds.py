@@ -24,7 +24,7 @@ kind       a value of a micro-batch
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import Any, NamedTuple, TypeAlias
 
@@ -81,33 +81,35 @@ class Step:
     """An equation of a program, and what was found of it.
 
     Attributes:
-      calls: those around it, the outermost first.
       kinds: of its results.
       takes: the slices that a micro-batch takes of the operands, or None if all micro-batches do the same.
       programs: those inside of it.
       derivative: the programs of a derivative that a function brings.
       own_rows: of a lookup of each row's own elements, the column of the indices that numbers the rows.
       is_once: whether it runs once, before the loop, because its derivative needs the cotangent of the whole batch.
+      is_free: whether what it does depends on what is differentiated. Inside a loop, all does.
+      calls: the equations of the calls around it, the outermost first.
     """
 
     equation: Equation
-    calls: tuple[Equation, ...] = ()
-    kinds: Sequence[Kind] = ()
+    kinds: Sequence[Kind]
     takes: Slices | None = None
     programs: Sequence["Program"] = ()
     derivative: Sequence["Program"] = ()
     own_rows: int | None = None
     is_once: bool = False
-
-    def found(self, kinds: Sequence[Kind], takes: Slices | None = None, **others: Any) -> "Step":
-        """Returns the step itself, with what was found."""
-        vars(self).update(others, kinds=kinds, takes=takes)
-        return self
+    is_free: bool = True
+    calls: tuple[Equation, ...] = ()
 
     @property
     def makes(self) -> Slices:
         """Returns the slices of the results that a micro-batch makes."""
         return slices(self.kinds)
+
+    @property
+    def mixes(self) -> bool:
+        """Returns whether examples mix in a result."""
+        return MIXED in self.kinds
 
     @property
     def only_prints(self) -> bool:
@@ -157,33 +159,32 @@ class Program:
         """Returns what a micro-batch has of a value: its rows, or None for the whole."""
         return slices([self.kind(x)])[0]
 
-    def is_mixed(self, x: Atom) -> bool:
-        """Returns whether examples mix in a value."""
-        return self.kind(x) is MIXED
-
     def is_divided(self, x: Atom) -> bool:
         """Returns whether a free value is rows or a sum, so that a loop over micro-batches can make it."""
         kind, is_free = self.fact(x)
         return is_free and (isinstance(kind, Rows) or kind is SUM)
 
-    def is_free(self, step: Step) -> bool:
-        """Returns whether what a step does depends on what is differentiated. Inside a loop, all does."""
-        names = filter(is_variable, (*step.equation.invars, *step.equation.outvars))
-        return self._is_inside or any(x in self._facts and self._facts[x].is_free for x in names)
+    def constant(self, x: Atom) -> Leaf | None:
+        """Returns what a value is in every call, or None if it depends on arguments."""
+        if not is_variable(x):
+            return jaxprs.value_of_literal(x)
+        if x not in self.made_by:
+            return self.constants.get(x)
+        equation = self.made_by[x].equation
+        compute = labels.by_numpy(equation)
+        if compute is None:
+            return None
+        known = [*map(self.constant, equation.invars)]
+        return None if any(y is None for y in known) else compute(*map(np.asarray, known))
 
-    def constant(self, x: Atom, column: int | None = None) -> Leaf | None:
-        """Returns what a value is in every call, or a column of its last axis. None if it depends on arguments."""
-        value: Any = None
-        step = self.made_by.get(x) if is_variable(x) else None
-        if step is None:
-            value = self.constants.get(x) if is_variable(x) else jaxprs.value_of_literal(x)
-        elif column is not None and (part := labels.part_of_column(step.equation, column)):
-            return self.constant(step.equation.invars[part[0]], part[1])
-        elif compute := labels.by_numpy(step.equation):
-            known = [*map(self.constant, step.equation.invars)]
-            if all(y is not None for y in known):
-                value = compute(*map(np.asarray, known))
-        return value if value is None or column is None else value[..., column]
+    def constant_column(self, x: Atom, column: int) -> Leaf | None:
+        """Returns what a column of the last axis is in every call. Others may depend on arguments."""
+        step = self.made_by.get(x)
+        part = step and labels.part_of_column(step.equation, column)
+        if step and part:
+            return self.constant_column(step.equation.invars[part[0]], part[1])
+        value = self.constant(x)
+        return None if value is None else np.asarray(value)[..., column]
 
     def has_derivative(self, x: Atom) -> bool:
         """Returns whether a value may have a derivative. Behind `jax.lax.stop_gradient` it has none."""
@@ -203,46 +204,43 @@ class Program:
         for equation in jaxprs.one_by_one(opened(jaxpr).eqns):
             given = [*map(read, equation.invars)]
             made = [core.Var(x.aval) for x in equation.outvars]
-            inner = jaxprs.jaxpr_of_jit(equation) or self._put(
-                Step(equation.replace(invars=given, outvars=made), calls)
-            )
+            inner = jaxprs.jaxpr_of_jit(equation)
+            if inner is None:
+                inner = self._put(equation.replace(invars=given, outvars=made), calls)
             if inner is not None:
                 made = self._add(inner, given, (*calls, equation))
             known.update(zip(equation.outvars, made, strict=True))
         return [*map(read, opened(jaxpr).outvars)]
 
-    def _put(self, step: Step) -> Jaxpr | None:
+    def _put(self, equation: Equation, calls: tuple[Equation, ...]) -> Jaxpr | None:
         """Adds a step and returns None. Or returns a jaxpr to be added in its place, of which a part can be divided."""
-        equation, is_free = step.equation, self.is_free(step)
         facts = [*map(self.fact, equation.invars)]
+        is_free = self._is_inside or any(x.is_free for x in facts)
         # 1. Find its kinds. A loop or a checkpoint in which examples mix may be two, of which one mixes examples.
-        found = self._found(step, facts) if is_free else self._found_of_data(step, facts)
-        if found and step.programs and MIXED in (*step.kinds, *(x.kind for x in facts)):
-            are_mixed = [x is MIXED for x in step.kinds]
-            can_part = jaxprs.is_scan(equation) or jaxprs.is_checkpoint(equation)
-            if can_part and (parts := in_two(equation, step.programs[0], are_mixed)):
+        step = self._found(equation, facts) if is_free else self._found_of_data(equation, facts)
+        if step and step.programs and MIXED in (*step.kinds, *(x.kind for x in facts)):
+            parts = in_two(equation, step.programs[0], [x is MIXED for x in step.kinds])
+            if parts is not None:
                 return parts
-            found = None
-        if found is None:
-            step.found([MIXED] * len(equation.outvars), programs=())
+            step = None
+        step = step or Step(equation, [MIXED] * len(equation.outvars))
         # 2. Record it.
-        self._facts |= {
-            x: Fact(y, is_free) for x, y in zip(equation.outvars, step.kinds, strict=True)
-        }
+        step.is_free, step.calls = is_free, calls
+        self.steps.append(step)
+        for x, kind in zip(equation.outvars, step.kinds, strict=True):
+            self._facts[x], self.made_by[x] = Fact(kind, is_free), step
         if any(map(self.has_derivative, equation.invars)) and not labels.stops_gradient(equation):
             self._smooth.update(x for x in equation.outvars if is_inexact(x.aval))
-        self.made_by |= dict.fromkeys(equation.outvars, step)
-        self.steps.append(step)
         return None
 
-    def _found_of_data(self, step: Step, facts: list[Fact]) -> Step:
+    def _found_of_data(self, equation: Equation, facts: list[Fact]) -> Step:
         """Finds kinds of data, which need no proof: those of its labels, or likely rows. SAME says nothing of data."""
-        shapes = [shape_of(x.aval) for x in step.equation.outvars]
         if not any(isinstance(x.kind, Rows) for x in facts):
-            return step.found([SAME] * len(shapes))
-        found = self._found(step, facts)
-        is_right = found and not {SUM, MIXED} & {*step.kinds}
-        return step if is_right else step.found([*map(self._likely, shapes)], programs=())
+            return Step(equation, [SAME] * len(equation.outvars))
+        step = self._found(equation, facts)
+        if step and not {SUM, MIXED} & {*step.kinds}:
+            return step
+        return Step(equation, [self._likely(shape_of(x.aval)) for x in equation.outvars])
 
     def _likely(self, shape: Shape) -> Kind:
         """Returns the rows that data of this shape probably has."""
@@ -250,46 +248,58 @@ class Program:
         exact = [(d, n, s) for d, n, s in pairs if n == s]
         return next((Rows(d, (s,)) for d, _, s in exact + pairs), SAME)
 
-    def _found(self, step: Step, facts: list[Fact]) -> Step | None:
-        """Finds the kinds of an equation's results. Returns the step, or None if examples mix, or may mix."""
-        # The first test that applies decides: programs inside, mixed operands, none of examples, results that are
-        # operands, sums, of which only a linear operation is known, and labels.
-        equation, kinds = step.equation, [x.kind for x in facts]
-        count = len(equation.outvars)
-        nested = self._nested(equation)
-        if nested is not None:
-            return nested(step, facts)
+    def _found(self, equation: Equation, facts: list[Fact]) -> Step | None:
+        """Finds the kinds of an equation's results. Returns the step, or None if examples mix, or may mix.
+
+        The first test that applies decides.
+        """
+        kinds, count = [x.kind for x in facts], len(equation.outvars)
+        # 1. A scan or a checkpoint, of which a part can be divided even if some operands are mixed.
+        if jaxprs.scan_of(equation):
+            return self._scan(equation, kinds)
+        if jaxprs.is_checkpoint(equation):
+            return self._checkpoint(equation, kinds)
         if MIXED in kinds:
             return None
+        # 2. Others with programs inside.
+        for is_it, find in (
+            (jaxprs.branches_of, self._cond),
+            (jaxprs.while_of, self._while),
+            (jaxprs.linear_solve_of, self._linear_solve),
+            (jaxprs.brings_derivative, self._custom),
+        ):
+            if is_it(equation):
+                return find(equation, facts)
+        # 3. Operands that depend on no example.
         if all(x in SHARED for x in kinds):
             is_zero = kinds and SAME not in kinds and labels.is_additive(equation)
-            return step.found([ZERO if is_zero else SAME] * count)
+            return Step(equation, [ZERO if is_zero else SAME] * count)
+        # 4. Results that are operands.
         if labels.returns_operands(equation) or not count:
-            return step.found(kinds[:count], slices(kinds))
+            return Step(equation, kinds[:count], slices(kinds))
+        # 5. A linear operation of sums. No other one is known.
         if any(x.is_free and x.kind is SUM for x in facts):
             are_known = all(x.may_be_sliced or x.kind is SUM for x in facts)
-            is_sum = are_known and labels.is_linear(
-                equation, [x is SUM for x in kinds], [x is ZERO for x in kinds]
-            )
-            return step.found([SUM] * count, [None] * len(kinds)) if is_sum else None
-        return self._by_labels(step, facts)
+            are_sums, are_zeros = ([x is kind for x in kinds] for kind in (SUM, ZERO))
+            is_sum = are_known and labels.is_linear(equation, are_sums, are_zeros)
+            return Step(equation, [SUM] * count, [None] * len(kinds)) if is_sum else None
+        return self._by_labels(equation, facts)
 
-    def _by_labels(self, step: Step, facts: list[Fact]) -> Step | None:
+    def _by_labels(self, equation: Equation, facts: list[Fact]) -> Step | None:
         # 1. Find the axis of examples. Operands that are proven rows lead, because they must be sliced so.
-        equation = step.equation
         proven = [at for at, x in enumerate(facts) if not x.may_be_sliced]
         at = (proven or [at for at, x in enumerate(facts) if isinstance(x.kind, Rows)])[0]
         rows: Any = facts[at].kind
         ins, outs = labels.shapes_of(equation)
         if labels.is_reshape(equation):
             made = rows.reshaped(ins[0], outs[0])
-            return made and step.found([made], [rows])
+            return made and Step(equation, [made], [rows])
         if labels.is_of_each_example(equation):
-            return self._of_each_example(step, facts)
+            return self._of_each_example(equation, facts)
         its = labels.labels_of(equation)
         label = its and its.ins[at][rows.axis]
         if its is None or label is None:
-            return self._by_own_rows(step, facts) or _by_blocks(step, facts, at)
+            return self._by_own_rows(equation, facts) or _by_blocks(equation, facts, at)
         # 2. Slice each operand along its label.
         takes = along(label, rows.sets, its.ins, ins)
         if takes is None or any(takes[i] != facts[i].kind for i in proven):
@@ -297,33 +307,34 @@ class Program:
         # 3. Results that lack it are sums, or cannot be divided.
         is_sum = label in its.summed and labels.sums_from_zero(equation, facts[0].kind is ZERO)
         lost = SUM if is_sum else MIXED
-        return step.found([x or lost for x in _along(label, rows.sets, its.outs)], takes)
+        return Step(equation, [x or lost for x in _along(label, rows.sets, its.outs)], takes)
 
-    def _by_own_rows(self, step: Step, facts: list[Fact]) -> Step | None:
+    def _by_own_rows(self, equation: Equation, facts: list[Fact]) -> Step | None:
         """`x[jnp.arange(B), labels]`: each row is asked for its own elements.
 
         The indices have shape (B, 2). Their column 0 is known, and along dimension 0 it is 0, 1, 2 and so on. So that
         dimension numbers the rows of x.
         """
-        rows: Any = facts[0].kind
-        found = isinstance(rows, Rows) and labels.of_own_rows(step.equation, rows.axis)
-        if not found:
+        rows = facts[0].kind
+        found = isinstance(rows, Rows) and labels.of_own_rows(equation, rows.axis)
+        if not isinstance(rows, Rows) or not found:
             return None
         column, its = found
-        numbers: Any = self.constant(step.equation.invars[1], column)
-        size = shape_of(step.equation.invars[0].aval)[rows.axis]
-        for d, n in enumerate(np.shape(numbers)):
-            is_shared = its.ins[1][d] in its.ins[0]  # by another dimension of the operand
+        numbers = self.constant_column(equation.invars[1], column)
+        size = shape_of(equation.invars[0].aval)[rows.axis]
+        for d, n in enumerate(np.shape(numbers) if numbers is not None else ()):
+            label = its.ins[1][d]
+            is_shared = label in its.ins[0]  # by another dimension of the operand
             if n == size and not is_shared and np.all(np.moveaxis(numbers, d, -1) == np.arange(n)):
-                takes = [rows, *_along(its.ins[1][d], rows.sets, its.ins[1:])]
-                makes = [x or rows for x in _along(its.ins[1][d], rows.sets, its.outs)]
+                takes = [rows, *_along(label, rows.sets, its.ins[1:])]
+                makes = [x or rows for x in _along(label, rows.sets, its.outs)]
                 if all(x.may_be_sliced or x.kind == y for x, y in zip(facts, takes, strict=True)):
-                    return step.found(makes, takes, own_rows=column)
+                    return Step(equation, makes, takes, own_rows=column)
         return None
 
-    def _of_each_example(self, step: Step, facts: list[Fact]) -> Step | None:
+    def _of_each_example(self, equation: Equation, facts: list[Fact]) -> Step | None:
         """The results of `of_each_example` are rows along the first axis."""
-        ins, outs = labels.shapes_of(step.equation)
+        ins, outs = labels.shapes_of(equation)
         rows = {x.kind for x in facts if isinstance(x.kind, Rows)}
         if len(rows) != 1 or not {x.kind for x in facts if not x.may_be_sliced} <= rows:
             return None
@@ -335,7 +346,7 @@ class Program:
         # Data with as many rows is divided, too, if it depends on shapes alone. Otherwise nobody knows what it holds.
         takes = slices(x.kind for x in facts)
         count = next(shape[0] for x, shape in zip(takes, ins, strict=True) if x)
-        for at, x in enumerate(step.equation.invars):
+        for at, x in enumerate(equation.invars):
             is_param = facts[at].is_free and not self._is_inside
             if takes[at] is not None or is_param or ins[at][:1] != (count,):
                 continue
@@ -345,7 +356,7 @@ class Program:
                     "in batch_argnums=. Otherwise pass x[None]"
                 )
             takes[at] = its
-        return step.found([its] * len(outs), takes)
+        return Step(equation, [its] * len(outs), takes)
 
     def is_made_of_nothing(self, x: Atom) -> bool:
         """Returns whether a value depends on shapes alone, such as `jnp.arange(B)`."""
@@ -355,17 +366,6 @@ class Program:
         return step is not None and all(map(self.is_made_of_nothing, step.equation.invars))
 
     # Equations with programs inside.
-
-    def _nested(self, equation: Equation) -> Callable[[Step, list[Fact]], Step | None] | None:
-        finds: list[tuple[Any, Callable[[Step, list[Fact]], Step | None]]] = [
-            (jaxprs.is_scan(equation), self._scan),
-            (jaxprs.branches_of(equation), self._cond),
-            (jaxprs.while_of(equation), self._while),
-            (jaxprs.is_checkpoint(equation), self._checkpoint),
-            (jaxprs.linear_solve_of(equation), self._linear_solve),
-            (jaxprs.brings_derivative(equation), self._custom),
-        ]
-        return next((find for is_it, find in finds if is_it), None)
 
     def body(
         self, jaxpr: Jaxpr, kinds: Sequence[Kind], *, is_derivative: bool = False
@@ -378,34 +378,28 @@ class Program:
         """Returns the kinds of values."""
         return [*map(self.kind, atoms)]
 
-    def _checkpoint(self, step: Step, facts: list[Fact]) -> Step:
-        kinds = [x.kind for x in facts]
-        body = self.body(jaxprs.jaxpr_of_call(step.equation), kinds)
-        return step.found(body.kinds_of(body.results), slices(kinds), programs=[body])
+    def _checkpoint(self, equation: Equation, kinds: list[Kind]) -> Step:
+        body = self.body(jaxprs.jaxpr_of_call(equation), kinds)
+        return Step(equation, body.kinds_of(body.results), slices(kinds), [body])
 
-    def _scan(self, step: Step, facts: list[Fact]) -> Step | None:
-        scan, kinds = jaxprs.scan_of(step.equation), [x.kind for x in facts]
-        if scan is None:
-            return None
+    def _scan(self, equation: Equation, kinds: list[Kind]) -> Step | None:
+        scan: Any = jaxprs.scan_of(equation)
         n, first = scan.constants, scan.constants + scan.carries
-        constants, start, stacks = kinds[:n], kinds[n:first], kinds[first:]
+        stacks = kinds[first:]
+        # 1. `jax.lax.map` over examples: what it computes of one example stands for this example alone.
         if any(isinstance(x, Rows) and x.axis == 0 for x in stacks):
-            return self._scan_of_examples(step, scan, kinds[:first], stacks)
+            rows: set[Any] = {x for x in stacks if x not in SHARED}
+            if scan.carries or len(rows) != 1 or not {*kinds[:n]} <= {*SHARED}:
+                return None
+            return Step(
+                equation, [*rows] * len(equation.outvars), [None] * n + [*rows] * len(stacks)
+            )
+        # 2. Others: the axis of examples is one less in a slice of a stack.
         inside = [_moved(x, -1) for x in stacks]
-        carry, body = self._until_kept(scan.body, constants, start, inside)
+        carry, body = self._until_kept(scan.body, kinds[:n], kinds[n:first], inside)
         stacked = [_moved(x, 1) for x in body.kinds_of(body.results[scan.carries :])]
-        takes = slices([*constants, *carry, *stacks])
-        return step.found([*carry, *stacked], takes, programs=[body])
-
-    def _scan_of_examples(
-        self, step: Step, scan: jaxprs.Scan, others: list[Kind], stacks: list[Kind]
-    ) -> Step | None:
-        """`jax.lax.map`: what it computes of one example stands for this example alone."""
-        rows: set[Any] = {x for x in stacks if x not in SHARED}
-        if scan.carries or len(rows) != 1 or not {*others} <= {*SHARED}:
-            return None
-        made = [*rows] * len(scan.body.out_avals)
-        return step.found(made, [None] * len(others) + [*rows] * len(stacks))
+        takes = slices([*kinds[:n], *carry, *stacks])
+        return Step(equation, [*carry, *stacked], takes, [body])
 
     def _until_kept(
         self, jaxpr: Jaxpr, constants: list[Kind], carry: list[Kind], stacks: list[Kind]
@@ -419,43 +413,42 @@ class Program:
                 return carry, body
             carry = new
 
-    def _cond(self, step: Step, facts: list[Fact]) -> Step | None:
-        kinds = [x.kind for x in facts]
-        if not facts[0].may_be_sliced or MIXED in kinds:
+    def _cond(self, equation: Equation, facts: list[Fact]) -> Step | None:
+        if not facts[0].may_be_sliced:
             return None
-        bodies = [self.body(x, kinds[1:]) for x in jaxprs.branches_of(step.equation)]
+        kinds = [x.kind for x in facts[1:]]
+        bodies = [self.body(x, kinds) for x in jaxprs.branches_of(equation)]
         made = zip(*(x.kinds_of(x.results) for x in bodies), strict=True)
-        takes = [None, *slices(kinds[1:])]
-        return step.found([functools.reduce(either, x) for x in made], takes, programs=bodies)
+        takes = [None, *slices(kinds)]
+        return Step(equation, [functools.reduce(either, x) for x in made], takes, bodies)
 
-    def _while(self, step: Step, facts: list[Fact]) -> Step | None:
-        loop, kinds = jaxprs.while_of(step.equation), [x.kind for x in facts]
-        if loop is None or MIXED in kinds:
-            return None
+    def _while(self, equation: Equation, facts: list[Fact]) -> Step | None:
+        loop: Any = jaxprs.while_of(equation)
+        kinds = [x.kind for x in facts]
         n, m = loop.of_condition, loop.of_condition + loop.of_body
-        new = kinds[m:]
+        carry = kinds[m:]
         while True:
             # 1. The kinds that the body keeps, and that of the condition.
-            carry, body = self._until_kept(loop.body, kinds[n:m], new, [])
+            carry, body = self._until_kept(loop.body, kinds[n:m], carry, [])
             goes_on = self.body(loop.condition, [*kinds[:n], *carry])
             of_condition = goes_on.kind(goes_on.results[0])
-            # 2. A condition of rows goes on for each row alone, so that all which it carries are rows. Look again.
+            # 2. The condition must be the same for all, or of the rows that are carried.
+            if of_condition in SHARED or {*carry} == {of_condition}:
+                return Step(equation, carry, slices([*kinds[:m], *carry]), [goes_on, body])
+            # 3. A condition of rows goes on for each row alone, so that all which it carries are rows. Look again.
             new = [of_condition if x in SHARED else x for x in carry]
             if not isinstance(of_condition, Rows) or new == carry:
-                break
-        # 3. The condition must be the same for all, or of the rows that are carried.
-        if of_condition not in SHARED and {*carry} != {of_condition}:
-            return None
-        return step.found(carry, slices([*kinds[:m], *carry]), programs=[goes_on, body])
+                return None
+            carry = new
 
-    def _linear_solve(self, step: Step, facts: list[Fact]) -> Step | None:
+    def _linear_solve(self, equation: Equation, facts: list[Fact]) -> Step | None:
         """Each function must make rows of rows, as of systems of equations that are solved one for each example."""
-        solve, kinds = jaxprs.linear_solve_of(step.equation), [x.kind for x in facts]
-        rows: set[Any] = {x for x in kinds if x not in SHARED}
-        if solve is None or len(rows) > 1 or not all(isinstance(x, Rows) for x in rows):
+        solve: Any = jaxprs.linear_solve_of(equation)
+        kinds = [x.kind for x in facts]
+        rows: set[Any] = {x for x in kinds if x not in SHARED} or {SAME}
+        if len(rows) > 1 or SUM in rows:
             return None
-        rows = rows or {SAME}
-        right, start, programs = [*rows] * len(step.equation.outvars), 0, []
+        right, start, programs = [*rows] * len(equation.outvars), 0, []
         for name, function in solve.functions.items():
             constants = kinds[start : start + solve.constants[name]]
             start += len(constants)
@@ -463,32 +456,30 @@ class Program:
                 programs.append(self.body(function, [*constants, *right]))
         if any(x.kinds_of(x.results) != right for x in programs):
             return None
-        return step.found(right, slices([*kinds[:start], *right]), programs=programs)
+        return Step(equation, right, slices([*kinds[:start], *right]), programs)
 
     # Functions that bring their derivative.
 
-    def _custom(self, step: Step, facts: list[Fact]) -> Step | None:
+    def _custom(self, equation: Equation, facts: list[Fact]) -> Step | None:
         kinds = [x.kind for x in facts]
-        if MIXED in kinds:
-            return None
-        body = self.body(jaxprs.jaxpr_of_call(step.equation), kinds)
+        body = self.body(jaxprs.jaxpr_of_call(equation), kinds)
         made = body.kinds_of(body.results)
         # 1. Nobody differentiates it, so it is a function like others.
         if self._is_derivative or not any(x.is_free for x in facts):
-            return step.found(made, slices(kinds), programs=[body])
+            return Step(equation, made, slices(kinds), [body])
         # 2. It must not close over what is free. JAX raises for that.
-        closed_over = facts[: jaxprs.count_closed_over(step.equation)]
+        closed_over = facts[: jaxprs.count_closed_over(equation)]
         is_error = not self._is_inside and any(x.is_free for x in closed_over)
         if MIXED in made or is_error:
             return None
         # 3. Its derivative must be of each example alone, too.
-        its_kinds, derivative = self.derivative(step.equation, kinds, made)
+        its_kinds, derivative = self.derivative(equation, kinds, made)
         if derivative:
-            body = self.body(jaxprs.jaxpr_of_call(step.equation), its_kinds)
-            return step.found(made, slices(its_kinds), programs=[body], derivative=derivative)
+            body = self.body(jaxprs.jaxpr_of_call(equation), its_kinds)
+            return Step(equation, made, slices(its_kinds), [body], derivative)
         # 4. Otherwise it may run once, if it reads parameters alone.
         is_once = not self._is_inside and {*kinds} <= {*SHARED}
-        return step.found(made, programs=[body], is_once=True) if is_once else None
+        return Step(equation, made, programs=[body], is_once=True) if is_once else None
 
     def derivative(
         self, equation: Equation, kinds: list[Kind], made: list[Kind]
@@ -523,30 +514,33 @@ class Program:
         return kinds, [first, second] if is_right else []
 
 
-def _by_blocks(step: Step, facts: list[Fact], at: int) -> Step | None:
+def _by_blocks(equation: Equation, facts: list[Fact], at: int) -> Step | None:
     """Batches one after the other on one axis, as of chosen and rejected answers: joined, or taken apart.
 
     With `x` of B rows, `concatenate([x, zeros of 2 B])` has the blocks B, B, B.
     """
     rows: Any = facts[at].kind
     axis, sets = rows
-    ins, _ = labels.shapes_of(step.equation)
-    neighbours = ins[at][axis] // sum(sets)
-
-    def blocks(fact: Fact, shape: Shape) -> Sequence[int] | None:
-        size = shape[axis] if axis < len(shape) else -1
+    ins, _ = labels.shapes_of(equation)
+    sizes = [shape[axis] if axis < len(shape) else -1 for shape in ins]
+    neighbours = sizes[at] // sum(sets)
+    # 1. The blocks of each operand. Those of shared values and of data are made to fit.
+    blocks: list[Sequence[int]] = []
+    for fact, size in zip(facts, sizes, strict=True):
+        its = sets[:1] * (size // (sets[0] * neighbours))
         if isinstance(fact.kind, Rows) and fact.kind.axis == axis:
-            return fact.kind.sets if size == sum(fact.kind.sets) * neighbours else None
-        count, rest = divmod(size, sets[0] * neighbours)
-        return sets[:1] * count if fact.may_be_sliced and not rest else None
-
-    given = [*map(blocks, facts, ins)]
-    known = [x for x in given if x is not None]
-    made = len(known) == len(given) and labels.blocks_after(step.equation, axis, known, neighbours)
+            its = fact.kind.sets
+        elif not fact.may_be_sliced:
+            return None
+        if sum(its) * neighbours != size:
+            return None
+        blocks.append(its)
+    # 2. The blocks of the results.
+    made = labels.blocks_after(equation, axis, blocks, neighbours)
     if not made or not all(made):
         return None
-    of = lambda each: [Rows(axis, tuple(x)) for x in each]  # noqa: E731
-    return step.found(of(made), of(known))
+    kinds, takes = ([Rows(axis, tuple(x)) for x in each] for each in (made, blocks))
+    return Step(equation, kinds, takes)
 
 
 def along(
@@ -573,11 +567,12 @@ def either(x: Kind, y: Kind) -> Kind:
     """
     if x == y:
         return x
-    others = {x, y}.difference(SHARED)
-    if not others:
-        return SAME
-    (other, *more) = others
-    return other if not more and (isinstance(other, Rows) or SAME not in (x, y)) else MIXED
+    for one, other in ((x, y), (y, x)):
+        if one in SHARED and isinstance(other, Rows):
+            return other
+        if one is ZERO and other in (SAME, SUM):
+            return other
+    return MIXED
 
 
 def _dual(kind: Kind) -> Kind:

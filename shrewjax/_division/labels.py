@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from shrewjax._programs import jaxprs
 from shrewjax._programs.jaxprs import Equation, shape_of
@@ -118,23 +119,23 @@ def _elementwise(given: Given) -> Labels:
     return Labels([*map(dims, given.ins)], [*map(dims, given.outs)])
 
 
-def _except(name: str) -> Rule:
-    """Dimensions keep their places, but for those that a parameter names, by default the last one."""
-
-    def rule(given: Given) -> Labels:
-        lost = np.atleast_1d(given.params.get(name, -1)) % len(given.operand)
-        return given.in_place([*lost])
-
-    return rule
+_NAMED_AXES = "axis", "dimension", "dimensions", "reduction_dimension"
 
 
-def _reduction(axes: str = "axes", *, is_sum: bool = False) -> Rule:
-    def rule(given: Given) -> Labels:
-        lost = [*given.params[axes]]
-        kept = [d for d in range(len(given.operand)) if d not in lost]
-        return Labels(given.in_place().ins, [kept] * len(given.outs), lost if is_sum else ())
+def _except_named(given: Given) -> Labels:
+    """Dimensions keep their places, except for those that a parameter names, by default the last one."""
+    (named,) = [given.params[x] for x in _NAMED_AXES if x in given.params] or [-1]
+    return given.in_place([*np.atleast_1d(named) % len(given.operand)])
 
-    return rule
+
+def _reduction(given: Given) -> Labels:
+    lost = given.params.get("axes", given.params.get("dimensions"))
+    kept = [d for d in range(len(given.operand)) if d not in lost]
+    return Labels(given.in_place().ins, [kept] * len(given.outs))
+
+
+def _sum(given: Given) -> Labels:
+    return _reduction(given)._replace(summed=given.params["axes"])
 
 
 def _broadcast(given: Given) -> Labels:
@@ -144,9 +145,8 @@ def _broadcast(given: Given) -> Labels:
 
 
 def _iota(given: Given) -> Labels:
-    return Labels(
-        [], [[None if d == given.params["dimension"] else d for d in range(len(given.result))]]
-    )
+    lost = given.params["dimension"]
+    return Labels([], [[None if d == lost else d for d in range(len(given.result))]])
 
 
 def _transpose(given: Given) -> Labels:
@@ -157,16 +157,12 @@ def _pad(given: Given) -> Labels:
     return given.in_place([d for d, x in enumerate(given.params["padding_config"]) if any(x)])
 
 
-def _tile(given: Given) -> Labels:
-    return given.in_place([d for d, n in enumerate(given.params["reps"]) if n != 1])
-
-
 def _stack(given: Given) -> Labels:
     return given.with_new_axis(given.params["axis"])
 
 
 def _taken_whole(given: Given) -> Labels:
-    """A slice, or an update of one. A dimension can be divided if all of it is taken."""
+    """A slice, an update of one, or copies. A dimension can be divided if all of it is taken, once."""
     is_update = len(given.ins) > 1 and len(given.ins[1]) == len(given.operand) > 0
     part = given.ins[1] if is_update else given.result
     return given.in_place([d for d, n in enumerate(given.operand) if n != part[d]])
@@ -203,52 +199,63 @@ def _window(given: Given) -> Labels:
     return given.in_place([d for d, x in enumerate(is_lost) if x])
 
 
+class _Lookup(NamedTuple):
+    """The parameters of a gather or a scatter, by one name for both: dimensions of its operands.
+
+    Attributes:
+      columns: those of the operand that the last axis of the indices numbers.
+      single: those of the operand of which an index takes one element.
+      windows: those of the result, or of the updates, that are a window of the operand.
+      batching: those of the operand that number the same things as dimensions of the indices.
+      batching_indices: these dimensions of the indices.
+    """
+
+    columns: Shape
+    single: Shape
+    windows: Shape
+    batching: Shape
+    batching_indices: Shape
+
+
+def _lookup_of(params: dict[str, Any]) -> _Lookup:
+    its = params["dimension_numbers"]
+    if isinstance(its, lax.GatherDimensionNumbers):
+        names = its.start_index_map, its.collapsed_slice_dims, its.offset_dims
+        return _Lookup(*names, its.operand_batching_dims, its.start_indices_batching_dims)
+    names = its.scatter_dims_to_operand_dims, its.inserted_window_dims, its.update_window_dims
+    return _Lookup(*names, its.operand_batching_dims, its.scatter_indices_batching_dims)
+
+
+def _of_lookup(given: Given, shape: Shape) -> list[Dims]:
+    """Returns the labels of a gather's or a scatter's operand and indices, and of its result or updates, of a shape."""
+    its, (operand, indices) = _lookup_of(given.params), given.ins[:2]
+    of_indices: list[Label] = [("index", d) for d in range(len(indices) - 1)]
+    # 1. A dimension of the operand can be divided if windows take all of it, or if it numbers what the indices do.
+    of_operand: list[Label] = [None] * len(operand)
+    in_window = [d for d in range(len(operand)) if d not in (*its.single, *its.batching)]
+    for d, place in zip(in_window, its.windows, strict=True):
+        of_operand[d] = ("window", d) if shape[place] == operand[d] else None
+    for d, i in zip(its.batching, its.batching_indices, strict=True):
+        of_operand[d] = of_indices[i]
+    # 2. The result has dimensions of windows and of indices, each in their order.
+    by_window, by_index = iter([of_operand[d] for d in in_window]), iter(of_indices)
+    of_shape = [next(by_window if d in its.windows else by_index) for d in range(len(shape))]
+    return [of_operand, [*of_indices, None], of_shape]
+
+
 def _gather(given: Given) -> Labels:
-    numbers = given.params["dimension_numbers"]
-    gone = *numbers.collapsed_slice_dims, *numbers.operand_batching_dims
-    starts = numbers.operand_batching_dims, numbers.start_indices_batching_dims
-    sizes, offsets = given.params["slice_sizes"], numbers.offset_dims
-    operand, indices, window = _of_indices(given, sizes, gone, starts)
-    by_window, by_index = iter(window), iter(indices)
-    dims = [next(by_window if d in offsets else by_index) for d in range(len(given.result))]
-    return Labels([operand, indices], [dims])
+    operand, indices, result = _of_lookup(given, given.result)
+    return Labels([operand, indices], [result])
 
 
 def _scatter(given: Given) -> Labels:
-    numbers, shape = given.params["dimension_numbers"], given.ins[2]
-    gone = *numbers.inserted_window_dims, *numbers.operand_batching_dims
-    starts = numbers.operand_batching_dims, numbers.scatter_indices_batching_dims
-    windows = numbers.update_window_dims
-    in_window = iter([shape[d] for d in windows])
-    sizes = [1 if d in gone else next(in_window) for d in range(len(given.operand))]
-    operand, indices, window = _of_indices(given, sizes, gone, starts)
-    by_window, by_index = iter(window), iter(indices)
-    updates = [next(by_window if d in windows else by_index) for d in range(len(shape))]
+    operand, indices, updates = _of_lookup(given, given.ins[2])
     return Labels([operand, indices, updates], [operand])
 
 
 def _scatter_add(given: Given) -> Labels:
     its = _scatter(given)
     return its._replace(summed=[x for x in its.ins[1][:-1] if x not in its.ins[0]])
-
-
-def _of_indices(
-    given: Given, sizes: Shape, gone: Shape, shared: tuple[Shape, Shape]
-) -> tuple[list[Label], list[Label], list[Label]]:
-    """Returns the labels of a gather's or a scatter's operand, of its indices, and of a window of the operand.
-
-    `sizes` are those of a window in the operand. `gone` are the operand's dimensions that a window lacks. `shared` are
-    dimensions of operand and indices that number the same things.
-    """
-    operand, indices = given.ins[:2]
-    of_indices: list[Label] = [("index", d) for d in range(len(indices) - 1)]
-    of_operand: list[Label] = [
-        ("window", d) if sizes[d] == n and d not in gone else None for d, n in enumerate(operand)
-    ]
-    window = [x for d, x in enumerate(of_operand) if d not in gone]
-    for d, i in zip(*shared, strict=True):
-        of_operand[d] = of_indices[i]
-    return of_operand, [*of_indices, None], window
 
 
 def _leading(lost: int) -> Rule:
@@ -302,23 +309,17 @@ _RULES: list[tuple[Rule, str]] = [
         psum psum_invariant psum2 pmax pmin ppermute
         """,
     ),
-    (_except("axis"), "cumsum cumprod cummax cummin cumlogsumexp top_k split"),
-    (_except("dimension"), "sort concatenate"),
-    (_except("dimensions"), "rev"),
-    (_except("reduction_dimension"), "approx_top_k"),
-    (_reduction(is_sum=True), "reduce_sum"),
-    (
-        _reduction(),
-        "argmax argmin reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor",
-    ),
-    (_reduction("dimensions"), "reduce"),
+    (_except_named, "cumsum cumprod cummax cummin cumlogsumexp top_k approx_top_k"),
+    (_except_named, "split sort concatenate rev"),
+    (_sum, "reduce_sum"),
+    (_reduction, "argmax argmin reduce_max reduce_min reduce_prod reduce"),
+    (_reduction, "reduce_and reduce_or reduce_xor"),
     (_broadcast, "broadcast_in_dim"),
     (_iota, "iota"),
     (_transpose, "transpose"),
     (_pad, "pad"),
-    (_tile, "tile"),
     (_stack, "stack unstack"),
-    (_taken_whole, "slice dynamic_slice dynamic_update_slice"),
+    (_taken_whole, "slice dynamic_slice dynamic_update_slice tile"),
     (_dot, "dot_general"),
     (_conv, "conv_general_dilated"),
     (_window, "reduce_window reduce_window_max reduce_window_min reduce_window_sum"),
@@ -326,16 +327,11 @@ _RULES: list[tuple[Rule, str]] = [
     (_gather, "gather"),
     (_scatter, "scatter scatter-mul scatter-min scatter-max"),
     (_scatter_add, "scatter-add scatter-sub"),
-    (
-        _leading(2),
-        "cholesky lu qr eigh eig svd fft schur householder_product hessenberg",
-    ),
+    (_leading(2), "cholesky lu qr eigh eig svd fft schur householder_product hessenberg"),
     (_triangular_solve, "triangular_solve"),
     (_leading(1), "tridiagonal_solve lu_pivots_to_permutation"),
-    (
-        _prefix,
-        "random_bits random_split random_wrap random_unwrap random_gamma bitcast_convert_type",
-    ),
+    (_prefix, "random_bits random_split random_wrap random_unwrap random_gamma"),
+    (_prefix, "bitcast_convert_type"),
     (_clip_cotangent, "clip_cotangent"),
     (_exchanged, "all_gather all_gather_invariant reduce_scatter all_to_all"),
 ]
@@ -359,7 +355,6 @@ _ADDITIVE = _set(
     """
 )
 _BILINEAR = {"mul", "dot_general"}
-_LINEAR_IN_FIRST = {"div", "dynamic_slice", "gather"}
 _SCATTERS = {"scatter-add", "scatter-sub"}
 OF_EACH_EXAMPLE = "of_each_example"
 
@@ -405,29 +400,22 @@ def is_linear(equation: Equation, is_sum: Sequence[bool], is_zero: Sequence[bool
 
     A sum must keep its digits: no integer division, no cast to fewer, no sum of rounded numbers.
     """
-    name, out = equation.primitive.name, equation.outvars[0].aval.dtype
-    if not all(map(_keeps_digits, equation.invars)) or not _keeps_digits(equation.outvars[0]):
+    name, result = equation.primitive.name, equation.outvars[0]
+    dtype, are_terms = result.aval.dtype, [x or y for x, y in zip(is_sum, is_zero, strict=True)]
+    if not all(map(_keeps_digits, (*equation.invars, result))):
         return False
     if name == "convert_element_type":
-        return jnp.promote_types(equation.invars[0].aval.dtype, out) == out
-    if name in _ADDITIVE:
-        return all(x or y for x, y in zip(is_sum, is_zero, strict=True))
+        return jnp.promote_types(equation.invars[0].aval.dtype, dtype) == dtype
     if name == "select_n":
-        return not is_sum[0] and all(x or y for x, y in zip(is_sum[1:], is_zero[1:], strict=True))
+        return not is_sum[0] and all(are_terms[1:])
+    if name in _ADDITIVE:
+        return all(are_terms)
     if name in _BILINEAR:
         return sum(is_sum) == 1
-    # A gather may fill what is out of bounds. Zeros keep a sum. So does NaN, the default of floats. Others do not.
-    if name == "gather" and equation.params["fill_value"] not in (None, 0):
-        return False
-    fills_nan = name == "gather" and "FILL" in str(equation.params["mode"])
-    is_float = jnp.issubdtype(out, jnp.inexact)
-    needs_float = name == "div" or (fills_nan and equation.params["fill_value"] is None)
-    return (
-        name in _LINEAR_IN_FIRST
-        and is_sum[0]
-        and not any(is_sum[1:])
-        and (is_float or not needs_float)
+    is_linear_in_first = name == "dynamic_slice" or (
+        name == "div" and jnp.issubdtype(dtype, jnp.inexact)
     )
+    return is_linear_in_first and is_sum[0] and sum(is_sum) == 1
 
 
 def _keeps_digits(x: Any) -> bool:
@@ -471,15 +459,11 @@ def of_own_rows(equation: Equation, axis: int) -> tuple[int, Labels] | None:
 
     None if the equation does not take one element of that axis for each index.
     """
-    name, params = equation.primitive.name, equation.params
-    its = labels_of(equation) if name == "gather" or name.startswith("scatter") else None
-    if its is None:
+    if _LABELS.get(equation.primitive.name) not in (_gather, _scatter, _scatter_add):
         return None
-    numbers = params["dimension_numbers"]
-    is_gather = name == "gather"
-    columns = numbers.start_index_map if is_gather else numbers.scatter_dims_to_operand_dims
-    single = numbers.collapsed_slice_dims if is_gather else numbers.inserted_window_dims
-    return (columns.index(axis), its) if axis in columns and axis in single else None
+    lookup, its = _lookup_of(equation.params), labels_of(equation)
+    is_single = its is not None and axis in lookup.columns and axis in lookup.single
+    return (lookup.columns.index(axis), its) if is_single else None
 
 
 # Other sizes.
@@ -493,38 +477,35 @@ def resized(
     `bounds` are the ends of blocks along the axis of the first operand that has another size.
     """
     name, params = equation.primitive.name, dict(equation.params)
+    whole = [shape_of(x.aval) for x in equation.invars[:1]]
     if name in ("broadcast_in_dim", "iota"):
         params["shape"] = outs[0]
     elif name == "reshape":
         params["new_sizes"] = outs[0]
     elif name == "dynamic_slice":
         params["slice_sizes"] = outs[0]
-    elif name == "gather":
-        pairs = zip(params["slice_sizes"], shape_of(equation.invars[0].aval), ins[0], strict=True)
-        params["slice_sizes"] = tuple(new if n == old else n for n, old, new in pairs)
     elif name == "split":
         params["sizes"] = tuple(x[params["axis"]] for x in outs)
+    elif name == "gather":
+        sizes = zip(params["slice_sizes"], *whole, ins[0], strict=True)
+        params["slice_sizes"] = tuple(new if n == old else n for n, old, new in sizes)
     elif name == "slice":
-        rows = zip(params["start_indices"], params["limit_indices"], strict=True)
-        is_part = [n != shape_of(equation.invars[0].aval)[d] for d, n in enumerate(ins[0])]
-        ends = [
-            (bounds[x], bounds[y]) if moves else (x, y)
-            for (x, y), moves in zip(rows, is_part, strict=True)
-        ]
-        params["start_indices"], params["limit_indices"] = map(tuple, zip(*ends, strict=True))
+        for side in ("start_indices", "limit_indices"):
+            ends = zip(params[side], *whole, ins[0], strict=True)
+            params[side] = tuple(x if old == new else bounds[x] for x, old, new in ends)
     return equation.replace(params=params)
-
-
-def _iota_by_numpy(params: dict[str, Any]) -> np.ndarray:
-    numbers = np.arange(params["shape"][params["dimension"]])
-    others = tuple(d for d in range(len(params["shape"])) if d != params["dimension"])
-    return np.broadcast_to(np.expand_dims(numbers, others), params["shape"])
 
 
 def _broadcast_by_numpy(params: dict[str, Any], x: np.ndarray) -> np.ndarray:
     kept = params["broadcast_dimensions"]
     new = tuple(d for d in range(len(params["shape"])) if d not in kept)
     return np.broadcast_to(np.expand_dims(x, new), params["shape"])
+
+
+def _iota_by_numpy(params: dict[str, Any]) -> np.ndarray:
+    axis = params["dimension"]
+    numbers = np.arange(params["shape"][axis])
+    return _broadcast_by_numpy(params | {"broadcast_dimensions": [axis]}, numbers)
 
 
 _BY_NUMPY: dict[str, Callable[..., np.ndarray]] = {

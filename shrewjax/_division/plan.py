@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
 from shrewjax._division import labels
-from shrewjax._division.kinds import SHARED, SUM, Program, Slices, Step, Var, along, slices
+from shrewjax._division.kinds import MIXED, SHARED, SUM, Program, Slices, Step, Var, along, slices
 from shrewjax._division.rows import Rows
 from shrewjax._programs.jaxprs import Atom, is_variable, shape_of
 
@@ -62,7 +62,7 @@ class Plan:
             self._whole.update(_variables(program.results))
         self._want(wanted or ())
         for step in reversed(program.steps):
-            (self._add_free if program.is_free(step) else self._add_data)(step)
+            (self._add_free if step.is_free else self._add_data)(step)
         for part in (self.once, self.before, self.loop, self.after):
             part.reverse()
 
@@ -83,7 +83,7 @@ class Plan:
         # are no smaller. Otherwise it runs after the loop, too.
         read = [x for x in outs if x in self._whole]
         can_be_frontier = not {*map(program.kind, read)} <= {*SHARED}
-        can_be_frontier &= not any(map(program.is_mixed, read))
+        can_be_frontier &= not any(program.kind(x) is MIXED for x in read)
         if read and can_be_frontier and not self._is_smaller_before(step):
             self.frontier += read
             self._want((x, program.slice(x)) for x in read)
@@ -134,7 +134,7 @@ class Plan:
                 else:
                     found[f"{task.takes} {task.makes}"] = task
         # Unless `_add_free` has just put it after the loop.
-        if step.only_prints and self.program.is_free(step) and step not in self.after[-1:]:
+        if step.only_prints and step.is_free and step not in self.after[-1:]:
             found["print"] = Task(step, slices(self.program.kinds_of(step.equation.invars)), [])
         for task in found.values():
             self.loop.append(task)
@@ -142,7 +142,7 @@ class Plan:
 
     def _task(self, step: Step, at: int, rows: Rows | None) -> Task | None:
         """Returns the task that makes a slice of a result, or None if it is sliced from the whole, as data may be."""
-        x, is_free = step.equation.outvars[at], self.program.is_free(step)
+        x, is_free = step.equation.outvars[at], step.is_free
         by_kinds = Task(step, step.takes or [None] * len(step.equation.invars), step.makes)
         # 1. A value that depends on examples is made by the slices that were found.
         if (is_free and rows == step.makes[at]) or not self.program.fact(x).may_be_sliced:
