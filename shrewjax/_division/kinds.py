@@ -85,7 +85,6 @@ class Step:
       takes: the slices that a micro-batch takes of the operands, or None if all micro-batches do the same.
       programs: those inside of it.
       derivative: the programs of a derivative that a function brings.
-      own_rows: of a lookup of each row's own elements, the column of the indices that numbers the rows.
       is_once: whether it runs once, before the loop, because its derivative needs the cotangent of the whole batch.
       is_free: whether what it does depends on what is differentiated. Inside a loop, all does.
       calls: the equations of the calls around it, the outermost first.
@@ -96,7 +95,6 @@ class Step:
     takes: Slices | None = None
     programs: Sequence["Program"] = ()
     derivative: Sequence["Program"] = ()
-    own_rows: int | None = None
     is_once: bool = False
     is_free: bool = True
     calls: tuple[Equation, ...] = ()
@@ -329,7 +327,7 @@ class Program:
                 takes = [rows, *_along(label, rows.sets, its.ins[1:])]
                 makes = [x or rows for x in _along(label, rows.sets, its.outs)]
                 if all(x.may_be_sliced or x.kind == y for x, y in zip(facts, takes, strict=True)):
-                    return Step(equation, makes, takes, own_rows=column)
+                    return Step(equation, makes, takes)
         return None
 
     def _of_each_example(self, equation: Equation, facts: list[Fact]) -> Step | None:

@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 
 from shrewjax._base.axes import as_varying, varying_axes
+from shrewjax._base.trees import replaced
 from shrewjax._base.types import AxisNames, Function, Leaf
 from shrewjax._division import draws, labels
 from shrewjax._division.kinds import Program, Slices, Step, smooth_of
@@ -48,29 +49,19 @@ class MicroBatch:
 
     def part(self, whole: Leaf, rows: Rows) -> Leaf:
         """Returns the slice that has these examples."""
-        pieces = rows.apart(whole, rows.whole)
-        sets = rows.sets_of_pieces()
-        taken = [
-            jnp.take(x, self.positions[s], axis=0, mode="clip")
-            for x, s in zip(pieces, sets, strict=True)
-        ]
+        pairs = zip(rows.apart(whole, rows.whole), rows.sets_of_pieces(), strict=True)
+        taken = [jnp.take(x, self.positions[s], axis=0, mode="clip") for x, s in pairs]
         return rows.together(taken, rows.shape(whole.shape, self.sizes), self.sizes)
 
     def read(self, env: Env, x: Atom, rows: Rows | None) -> Leaf:
         """Returns a slice of a value, or the whole."""
-        found = self._read(env, x, rows)
-        return as_varying(found, self.varying) if self.varying else found
-
-    def _read(self, env: Env, x: Atom, rows: Rows | None) -> Leaf:
         if not is_variable(x):
-            value = jaxprs.value_of_literal(x)
-            return self._sliced(np.asarray(value, x.aval.dtype), rows)
-        if (x, rows) in env:
-            return env[x, rows]
-        return self._sliced(env[x, None], rows)
-
-    def _sliced(self, whole: Leaf, rows: Rows | None) -> Leaf:
-        return whole if rows is None else self.part(whole, rows)
+            whole = np.asarray(jaxprs.value_of_literal(x), x.aval.dtype)
+        elif (x, rows) in env:
+            return as_varying(env[x, rows], self.varying)
+        else:
+            whole = env[x, None]
+        return as_varying(self.part(whole, rows) if rows else whole, self.varying)
 
     # Programs.
 
@@ -86,10 +77,9 @@ class MicroBatch:
 
     def _of(self, program: Program, wanted: Slices, *operands: Leaf) -> list[Leaf]:
         """Returns slices of a body's results, from its arguments, which are sliced by their kinds."""
-        env: Env = {
-            (x, program.slice(x)): y for x, y in zip(program.arguments, operands, strict=True)
-        }
-        env |= {(x, None): y for x, y in program.constants.items()}
+        env: Env = {(x, None): y for x, y in program.constants.items()}
+        for x, y in zip(program.arguments, operands, strict=True):
+            env[x, program.slice(x)] = y
         pairs = [*zip(program.results, wanted, strict=True)]
         self.run(Plan(program, pairs).loop, env)
         return [self.read(env, x, rows) for x, rows in pairs]
@@ -110,7 +100,7 @@ class MicroBatch:
         if labels.is_draw(equation) and makes[0] is not None and not any(takes):
             return [draws.part_of_draw(equation, given[0], makes[0], self)]
         # 4. A scan, an operation of other sizes, or what has programs inside.
-        if jaxprs.is_scan(equation):
+        if jaxprs.scan_of(equation):
             return self._scan(task, given)
         if not step.programs:
             return self._run(*self._resized(task, given))
@@ -123,33 +113,31 @@ class MicroBatch:
         return jaxprs.run_equation(equation, operands)
 
     def _resized(self, task: Task, given: list[Leaf]) -> tuple[jaxprs.Equation, list[Leaf]]:
-        """Returns the equation in a micro-batch's sizes, and its operands. Own rows are numbered from 0 on there."""
+        """Returns the equation in a micro-batch's sizes, and its operands."""
         step, takes, makes = task
-        of_indices = takes[1] if step.own_rows is not None and takes[0] is not None else None
-        if of_indices is not None:
-            numbers, axis = given[1], of_indices.axis
-            own = lax.broadcasted_iota(numbers.dtype, numbers.shape[:-1], axis)
-            given = [given[0], numbers.at[..., step.own_rows].set(own), *given[2:]]
-        outs = [
-            shape_of(x.aval) if rows is None else rows.shape(shape_of(x.aval), self.sizes)
-            for x, rows in zip(step.equation.outvars, makes, strict=True)
-        ]
-        bounds = {}
-        if takes and takes[0] is not None:
-            bounds = takes[0].bounds(shape_of(step.equation.invars[0].aval), self.sizes)
-        return labels.resized(step.equation, [x.shape for x in given], outs, bounds), given
+        equation, bounds = step.equation, {}
+        if takes and takes[0]:
+            bounds = takes[0].bounds(shape_of(equation.invars[0].aval), self.sizes)
+            # Rows that are asked for their own elements are numbered from 0 on there.
+            own_rows = labels.of_own_rows(equation, takes[0].axis)
+            if own_rows and takes[1]:
+                numbers, (column, _) = given[1], own_rows
+                own = lax.broadcasted_iota(numbers.dtype, numbers.shape[:-1], takes[1].axis)
+                given = [given[0], numbers.at[..., column].set(own), *given[2:]]
+        shapes = [(shape_of(x.aval), rows) for x, rows in zip(equation.outvars, makes, strict=True)]
+        outs = [rows.shape(x, self.sizes) if rows else x for x, rows in shapes]
+        return labels.resized(equation, [x.shape for x in given], outs, bounds), given
 
     def _scan(self, task: Task, given: list[Leaf]) -> list[Leaf]:
         step, takes, makes = task
         scan: Any = jaxprs.scan_of(step.equation)
         n, first, length = scan.constants, scan.constants + scan.carries, scan.length
+        body: Function = jaxprs.function_of(scan.body)
         if step.programs:
-            slices = [x and x._replace(axis=x.axis - 1) for x in makes[scan.carries :]]
-            body: Function = functools.partial(
-                self._of, step.programs[0], [*takes[n:first], *slices]
-            )
-        else:  # of examples
-            body, length = jaxprs.function_of(scan.body), None
+            inside = [x and x._replace(axis=x.axis - 1) for x in makes[scan.carries :]]
+            body = functools.partial(self._of, step.programs[0], [*takes[n:first], *inside])
+        elif any(takes):  # a scan over examples
+            length = None
 
         def trip(carry: list[Leaf], slices: list[Leaf]) -> tuple[list[Leaf], list[Leaf]]:
             made = body(*given[:n], *carry, *slices)
@@ -172,13 +160,11 @@ class MicroBatch:
             ]
             return lax.platform_dependent(*given[1:], **dict(pairs))
         if jaxprs.is_checkpoint(equation):
-            run = self._at_positions(lambda it, *x: it._of(step.programs[0], makes, *x))
-            options = jaxprs.options_of_checkpoint(equation)
-            return jax.checkpoint(run, **options)(self.positions, *given)
+            run = functools.partial(self._of, step.programs[0], makes)
+            return jax.checkpoint(run, **jaxprs.options_of_checkpoint(equation))(*given)
         if jaxprs.brings_derivative(equation):
-            if jaxprs.is_custom_jvp(equation):
-                return self._custom_jvp(step, makes)(self.positions, *given)
-            return self._custom_vjp(step, takes, makes)(self.positions, *given)
+            custom = self._custom_jvp if jaxprs.is_custom_jvp(equation) else self._custom_vjp
+            return custom(task)(self.positions, *given)
         if jaxprs.linear_solve_of(equation):
             return self._linear_solve(step, makes, given)
         return self._while(step, takes, given)
@@ -212,75 +198,78 @@ class MicroBatch:
             made = self._of(body, takes[m:], *given[n:m], *carry)
             if rows is None:
                 return made
-            return [_where_rows(goes_on(carry), x, y) for x, y in zip(made, carry, strict=True)]
+            # Rows that have stopped stay as they are.
+            of_rows = goes_on(carry)
+            go = [jnp.expand_dims(of_rows, [*range(of_rows.ndim, x.ndim)]) for x in made]
+            return [*map(jnp.where, go, made, carry)]
 
         return lax.while_loop(lambda carry: jnp.any(goes_on(carry)), turn, given[m:])
 
-    # Functions that bring their derivative. Positions are arguments, because they are traced.
+    # Functions that bring their derivative. Positions are arguments, because JAX lets such a function close over no
+    # traced value.
 
-    def _at_positions(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(positions: dict[int, jax.Array], *operands: Leaf) -> Any:
-            return function(dataclasses.replace(self, positions=positions), *operands)
+    def _at(self, positions: dict[int, jax.Array]) -> "MicroBatch":
+        return dataclasses.replace(self, positions=positions)
 
-        return run
-
-    def _derivative(self, step: Step) -> Sequence[Program]:
-        """Returns the programs of the derivative. Those of a second derivative are analysed when JAX asks for them."""
-        if step.derivative:
-            return step.derivative
-        (body,) = step.programs
-        kinds = body.kinds_of(body.arguments)
-        its_kinds, programs = body.derivative(step.equation, kinds, body.kinds_of(body.results))
-        if not programs or its_kinds != kinds:
-            raise ValueError(
-                "the second derivative of a jax.custom_vjp or custom_jvp must not mix examples. Pass micro_batches=1"
-            )
-        return programs
-
-    def _custom_jvp(self, step: Step, makes: Slices) -> Callable[..., Any]:
+    def _custom_jvp(self, task: Task) -> Callable[..., Any]:
+        step, _, makes = task
         smooth, results = smooth_of(step.equation)
         count = len(makes)
 
-        def of_rule(it: MicroBatch, *operands: Leaf) -> list[Leaf]:
-            (program,) = it._derivative(step)
-            return it._of(program, [*makes, *(makes[i] for i in results)], *operands)
+        @jax.custom_jvp
+        def run(positions: Any, *operands: Leaf) -> list[Leaf]:
+            return self._at(positions)._of(step.programs[0], makes, *operands)
 
-        run = jax.custom_jvp(self._at_positions(lambda it, *x: it._of(step.programs[0], makes, *x)))
-        rule_at = self._at_positions(of_rule)
-
+        @run.defjvp
         def rule(primals: Any, tangents: Any) -> Any:
-            made = rule_at(*primals, *(tangents[1 + i] for i in smooth))
-            by_place = dict(zip(results, made[count:], strict=True))
+            positions, *operands = primals
+            (program,) = _derivative(step)
+            wanted = [*makes, *(makes[i] for i in results)]
+            operands += [tangents[1 + i] for i in smooth]
+            made = self._at(positions)._of(program, wanted, *operands)
             nothing = [np.zeros(x.shape, jax.dtypes.float0) for x in made[:count]]
-            return made[:count], [by_place.get(i, x) for i, x in enumerate(nothing)]
+            return made[:count], replaced(nothing, results, made[count:])
 
-        run.defjvp(rule)
         return run
 
-    def _custom_vjp(self, step: Step, takes: Slices, makes: Slices) -> Callable[..., Any]:
+    def _custom_vjp(self, task: Task) -> Callable[..., Any]:
+        step, takes, makes = task
         smooth, results = smooth_of(step.equation)
         count = len(makes)
 
-        def of_forward(it: MicroBatch, *operands: Leaf) -> Any:
-            program, _ = it._derivative(step)
-            residuals = [*map(program.slice, program.results[count:])]
-            made = it._of(program, [*makes, *residuals], *operands)
-            return made[:count], (it.positions, made[count:])
+        @jax.custom_vjp
+        def run(positions: Any, *operands: Leaf) -> list[Leaf]:
+            return self._at(positions)._of(step.programs[0], makes, *operands)
 
-        def of_backward(it: MicroBatch, *operands: Leaf) -> list[Leaf]:
-            _, program = it._derivative(step)
-            return it._of(program, [takes[i] for i in smooth], *operands)
+        def forward(positions: Any, *operands: Leaf) -> Any:
+            program, _ = _derivative(step)
+            residuals = [*map(program.slice, program.results[count:])]
+            made = self._at(positions)._of(program, [*makes, *residuals], *operands)
+            return made[:count], (positions, made[count:])
 
         def backward(saved: Any, cotangents: list[Leaf]) -> Any:
             positions, residuals = saved
-            of_results = [cotangents[i] for i in results]
-            made = self._at_positions(of_backward)(positions, *residuals, *of_results)
-            by_place = dict(zip(smooth, made, strict=True))
-            return (None, *(by_place.get(i) for i in range(len(takes))))
+            _, program = _derivative(step)
+            given = *residuals, *(cotangents[i] for i in results)
+            made = self._at(positions)._of(program, [takes[i] for i in smooth], *given)
+            return None, *replaced([None] * len(takes), smooth, made)
 
-        run = jax.custom_vjp(self._at_positions(lambda it, *x: it._of(step.programs[0], makes, *x)))
-        run.defvjp(self._at_positions(of_forward), backward)
+        run.defvjp(forward, backward)
         return run
+
+
+def _derivative(step: Step) -> Sequence[Program]:
+    """Returns the programs of the derivative. Those of a second derivative are analysed when JAX asks for them."""
+    if step.derivative:
+        return step.derivative
+    (body,) = step.programs
+    kinds = body.kinds_of(body.arguments)
+    its_kinds, programs = body.derivative(step.equation, kinds, body.kinds_of(body.results))
+    if not programs or its_kinds != kinds:
+        raise ValueError(
+            "the second derivative of a jax.custom_vjp or custom_jvp must not mix examples. Pass micro_batches=1"
+        )
+    return programs
 
 
 def function_of_steps(
@@ -289,8 +278,3 @@ def function_of_steps(
     """Returns what steps make of the whole batch, as a function of these values."""
     run = jaxprs.function_of(jaxprs.program_of([x.equation for x in steps], arguments, results))
     return lambda *values: [*run(*values)]
-
-
-def _where_rows(goes_on: Leaf, new: Leaf, old: Leaf) -> Leaf:
-    shape = (*goes_on.shape, *[1] * (new.ndim - goes_on.ndim))
-    return jnp.where(goes_on.reshape(shape), new, old)

@@ -16,7 +16,7 @@ A plan goes through the program once, from the results back, so that it knows al
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple, TypeAlias
 
 from shrewjax._division import labels
@@ -59,10 +59,13 @@ class Plan:
         self._slices: dict[Var, dict[Rows | None, None]] = {}
         self._whole, self._once = set[Var](), set[Var]()
         if wanted is None:
-            self._whole.update(_variables(program.results))
+            self._whole.update(filter(is_variable, program.results))
         self._want(wanted or ())
         for step in reversed(program.steps):
-            (self._add_free if step.is_free else self._add_data)(step)
+            if step.is_free:
+                self._add_free(step)
+            else:
+                self._add_data(step)
         for part in (self.once, self.before, self.loop, self.after):
             part.reverse()
 
@@ -74,7 +77,7 @@ class Plan:
     def _add_free(self, step: Step) -> None:
         program, outs = self.program, step.equation.outvars
         # 1. It runs once, as does what such a step reads.
-        is_read = not (self._whole | self._slices.keys()).isdisjoint(outs)
+        is_read = any(x in self._whole or x in self._slices for x in outs)
         if not self._once.isdisjoint(outs) or (step.is_once and is_read):
             self._add(self.once, step, self._once)
             if step.is_once:
@@ -82,28 +85,30 @@ class Plan:
         # 2. A step after the loop reads it. The loop makes it, as the frontier, if it is rows or a sum and its operands
         # are no smaller. Otherwise it runs after the loop, too.
         read = [x for x in outs if x in self._whole]
-        can_be_frontier = not {*map(program.kind, read)} <= {*SHARED}
-        can_be_frontier &= not any(program.kind(x) is MIXED for x in read)
-        if read and can_be_frontier and not self._is_smaller_before(step):
+        kinds = {*program.kinds_of(read)}
+        if MIXED not in kinds and not kinds <= {*SHARED} and not self._is_smaller_before(step):
             self.frontier += read
             self._want((x, program.slice(x)) for x in read)
-        elif read or (step.only_prints and not self._can_print_in_loop(step)):
+        elif read:
             self._add(self.after, step, self._whole)
         # 3. The loop needs it.
         self._add_tasks(step)
+        # 4. It prints rows in the loop, and all else after it.
+        if step.only_prints:
+            takes = slices(program.kinds_of(step.equation.invars))
+            if step.takes is not None and any(takes):
+                self._add_task(Task(step, takes, []))
+            else:
+                self._add(self.after, step, self._whole)
 
     def _add_data(self, step: Step) -> None:
         self._add_tasks(step)
-        if not (self._whole | self._once).isdisjoint(step.equation.outvars) or step.only_prints:
+        if not self._whole.union(self._once).isdisjoint(step.equation.outvars) or step.only_prints:
             self._add(self.before, step, self._whole)
 
     def _add(self, part: list[Step], step: Step, reads: set[Var]) -> None:
         part.append(step)
-        reads.update(_variables(step.equation.invars))
-
-    def _can_print_in_loop(self, step: Step) -> bool:
-        kinds = self.program.kinds_of(step.equation.invars)
-        return step.takes is not None and any(isinstance(x, Rows) for x in kinds)
+        reads.update(filter(is_variable, step.equation.invars))
 
     def _is_smaller_before(self, step: Step) -> bool:
         """Returns whether the operands of a step are a better frontier than its results, because they hold less.
@@ -112,7 +117,8 @@ class Plan:
         its operands are sums. Of equal sizes, operands are better if they are sums, or if the step only moves them, as
         a transpose does.
         """
-        operands = {*filter(self.program.is_divided, _variables(step.equation.invars))}
+        names = filter(is_variable, step.equation.invars)
+        operands = {x for x in names if self.program.is_divided(x)}
         is_sum = {*map(self.program.kind, operands)} == {SUM}
         if step.programs or not (is_sum or not labels.contracts(step.equation)):
             return False
@@ -124,35 +130,36 @@ class Plan:
 
     def _add_tasks(self, step: Step) -> None:
         """Adds the tasks of a step that make what the loop reads. Data that it cannot make so is wanted whole."""
-        found: dict[str, Task] = {}
-        outs = step.equation.outvars
-        for at, x in enumerate(outs):
+        tasks: list[Task] = []
+        for at, x in enumerate(step.equation.outvars):
             for rows in self._slices.get(x, ()):
                 task = self._task(step, at, rows)
                 if task is None:
                     self._whole.add(x)
-                else:
-                    found[f"{task.takes} {task.makes}"] = task
-        # Unless `_add_free` has just put it after the loop.
-        if step.only_prints and step.is_free and step not in self.after[-1:]:
-            found["print"] = Task(step, slices(self.program.kinds_of(step.equation.invars)), [])
-        for task in found.values():
-            self.loop.append(task)
-            self._want(task.reads())
+                elif task not in tasks:
+                    tasks.append(task)
+        for task in tasks:
+            self._add_task(task)
+
+    def _add_task(self, task: Task) -> None:
+        self.loop.append(task)
+        self._want(task.reads())
 
     def _task(self, step: Step, at: int, rows: Rows | None) -> Task | None:
         """Returns the task that makes a slice of a result, or None if it is sliced from the whole, as data may be."""
-        x, is_free = step.equation.outvars[at], step.is_free
+        x = step.equation.outvars[at]
         by_kinds = Task(step, step.takes or [None] * len(step.equation.invars), step.makes)
         # 1. A value that depends on examples is made by the slices that were found.
-        if (is_free and rows == step.makes[at]) or not self.program.fact(x).may_be_sliced:
+        is_own = step.is_free and rows == step.makes[at]
+        if is_own or not self.program.fact(x).may_be_sliced:
             return by_kinds
         # 2. Of others, any slice may be made, unless somebody needs the whole.
-        is_whole = None in self._slices[x] or (x in self._whole and not is_free)
-        if rows is not None and not is_whole and (found := self._slices_for(step, at, rows)):
+        is_whole = None in self._slices[x] or (x in self._whole and not step.is_free)
+        found = None if rows is None or is_whole else self._slices_for(step, at, rows)
+        if found:
             return Task(step, *found)
         # 3. Otherwise the whole: the loop makes what is free, and data is wanted from before the loop.
-        return by_kinds if is_free else None
+        return by_kinds if step.is_free else None
 
     def _slices_for(self, step: Step, at: int, rows: Rows) -> tuple[Slices, Slices] | None:
         """Returns what a micro-batch takes of the operands to make a slice of a result, and what it makes then."""
@@ -173,10 +180,6 @@ class Plan:
             return None
         takes, makes = (along(label, rows.sets, *x) for x in ((its.ins, ins), (its.outs, outs)))
         return (takes, makes) if takes is not None and makes and None not in makes else None
-
-
-def _variables(atoms: Sequence[Atom]) -> list[Var]:
-    return [*filter(is_variable, atoms)]
 
 
 def size_of(x: Atom) -> int:

@@ -3,14 +3,13 @@
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
 from pathlib import Path
 
 import jax
 
 from shrewjax._base.types import Function
 from shrewjax._division import labels
-from shrewjax._division.kinds import MIXED, SAME, ZERO, Program, Step, Var
+from shrewjax._division.kinds import MIXED, SHARED, Program, Step, Var
 from shrewjax._division.plan import Plan, size_of
 from shrewjax._programs import jaxprs
 from shrewjax._programs.jaxprs import Equation, Frame, is_variable, shape_of
@@ -23,9 +22,13 @@ def bytes_made(steps: Iterable[Step]) -> int:
 
 def _bytes_of(equation: Equation) -> int:
     scan = jaxprs.scan_of(equation)
-    inner = [x for jaxpr in jaxprs.jaxprs_in(equation) for x in jaxprs.opened(jaxpr).eqns]
-    of_results = sum(map(size_of, equation.outvars))
-    return of_results + (scan.length if scan else 1) * sum(map(_bytes_of, inner))
+    inner = sum(map(_bytes_of, _inside(equation)))
+    return sum(map(size_of, equation.outvars)) + inner * (scan.length if scan else 1)
+
+
+def _inside(equation: Equation) -> Iterator[Equation]:
+    for jaxpr in jaxprs.jaxprs_in(equation):
+        yield from jaxprs.opened(jaxpr).eqns
 
 
 def share_in_loop(plan: Plan) -> float:
@@ -47,7 +50,7 @@ def check_share(plan: Plan, fun: Function) -> None:
     if not acting:
         return
     first = _first_mixed(plan.program, acting) or acting[:1]
-    unknown = sorted({*_unknown_in(x.equation for x in first)})
+    unknown = sorted({name for x in first for name in _unknown_in(x.equation)})
     lines = "; ".join(dict.fromkeys(line_of(x, fun) for x in first[:3]))
     if unknown:
         cause = f"{', '.join(unknown)} may mix examples"
@@ -66,48 +69,39 @@ def check_share(plan: Plan, fun: Function) -> None:
 
 def _weights_act(program: Program, step: Step) -> bool:
     """Returns whether a step contracts parameters with something else."""
-    facts = {x: program.fact(x) for x in step.equation.invars if is_variable(x)}
-    weights = [
+    operands = {*filter(is_variable, step.equation.invars)}
+    weights = {
         x
-        for x, fact in facts.items()
-        if fact.is_free and fact.kind in (SAME, ZERO) and shape_of(x.aval)
-    ]
-    others = [x for x in facts if x not in weights and not program.is_made_of_nothing(x)]
-    return bool(weights and others) and any(map(labels.contracts, _with_inner(step)))
+        for x in operands
+        if program.fact(x).is_free and program.kind(x) in SHARED and shape_of(x.aval)
+    }
+    others = [x for x in operands - weights if not program.is_made_of_nothing(x)]
+    return bool(weights and others) and _contracts(step.equation)
 
 
-def _with_inner(step: Step) -> list[Equation]:
-    inner = map(jaxprs.equations_in, jaxprs.jaxprs_in(step.equation))
-    return [step.equation, *chain.from_iterable(inner)]
+def _contracts(equation: Equation) -> bool:
+    return labels.contracts(equation) or any(map(_contracts, _inside(equation)))
 
 
-def _unknown_in(equations: Iterable[Equation]) -> Iterator[str]:
+def _unknown_in(equation: Equation) -> Iterator[str]:
     """Yields the names of operations of which nothing is known, not those inside them."""
-    for equation in equations:
-        if not labels.is_known(equation):
-            yield equation.primitive.name
-        else:
-            yield from _unknown_in(
-                x for y in jaxprs.jaxprs_in(equation) for x in jaxprs.opened(y).eqns
-            )
+    if not labels.is_known(equation):
+        yield equation.primitive.name
+        return
+    for inner in _inside(equation):
+        yield from _unknown_in(inner)
 
 
 def _first_mixed(program: Program, steps: Sequence[Step]) -> list[Step]:
     """Returns the first steps, on the way to these, at which examples mix."""
-    todo = [
-        program.made_by.get(x) for step in steps for x in step.equation.invars if is_variable(x)
-    ]
-    seen, found = set[Step](), list[Step]()
-    while todo:
-        step = todo.pop()
-        if step is None or step in seen or MIXED not in step.kinds:
-            continue
-        seen.add(step)
-        operands = [x for x in step.equation.invars if is_variable(x)]
-        before = [program.made_by.get(x) for x in operands if program.kind(x) is MIXED]
-        found += [] if before else [step]
-        todo += before
-    return sorted(found, key=program.steps.index)
+    read = {x for step in steps for x in step.equation.invars if is_variable(x)}
+    found = []
+    for step in reversed(program.steps):
+        if step.mixes and not read.isdisjoint(step.equation.outvars):
+            mixed = [x for x in step.equation.invars if program.kind(x) is MIXED]
+            read.update(mixed)
+            found += [] if mixed else [step]
+    return found[::-1]
 
 
 def line_of(step: Step, fun: Function) -> str:
@@ -119,11 +113,9 @@ def line_of(step: Step, fun: Function) -> str:
         return not is_installed and not frame.filename.startswith(_OURS)
 
     # JAX cuts a traceback at a jit, so those of the calls around it count, too.
-    for equation in (step.equation, *step.calls[::-1]):
-        frame = next(filter(is_users, jaxprs.frames_of(equation)), None)
-        if frame is not None:
-            return frame.shown()
-    return step.equation.primitive.name
+    equations = step.equation, *step.calls[::-1]
+    frames = [x for equation in equations for x in jaxprs.frames_of(equation) if is_users(x)]
+    return frames[0].shown() if frames else step.equation.primitive.name
 
 
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep, "<frozen"
@@ -139,31 +131,30 @@ _INSTALLED = (
 def described(plan: Plan, fun: Function, sizes: str, passes: str) -> str:
     """Returns the text of `print_micro_batches`. `sizes` says how the examples are divided."""
     program = plan.program
-    read = {x for task in plan.loop for x, rows in task.reads()} | {
-        x for step in plan.after for x in step.equation.invars if is_variable(x)
-    }
+    read = {x for task in plan.loop for x, _ in task.reads()}
+    read.update(x for step in plan.after for x in step.equation.invars if is_variable(x))
     of_data = [x for step in plan.before for x in step.equation.outvars if x in read]
 
     def kept(x: Var) -> str:
-        what = (
-            "rows" if program.slice(x) else "a sum" if program.is_divided(x) else "the same for all"
-        )
-        what = "data" if not program.fact(x).is_free else what
+        what = "the same for all"
+        if not program.fact(x).is_free:
+            what = "data"
+        elif program.is_divided(x):
+            what = "rows" if program.slice(x) else "a sum"
         return f"{jaxprs.short_type(x)}, {what}: {line_of(program.made_by[x], fun)}"
 
-    def part(name: str, text: str, lines: Iterable[str] = ()) -> str:
-        return "\n".join([f"{name:8}{text}", *(f"{'':8}{x}" for x in dict.fromkeys(lines))])
+    def part(name: str, text: str, lines: Iterable[str] = ()) -> list[str]:
+        return [f"{name:8}{text}", *(f"{'':8}{x}" for x in dict.fromkeys(lines))]
 
-    lines = [line_of(x, fun) for x in plan.after]
-    return "\n".join(
-        [
-            part("before", f"{_operations(plan.before)} of the whole batch", map(kept, of_data)),
-            part("loop", f"{_operations(plan.loop)}, {sizes}, {passes}"),
-            part("", f"{share_in_loop(plan):.0%} of the bytes that are computed"),
-            part("kept", "of the whole batch", map(kept, plan.frontier)),
-            part("after", f"{_operations(plan.after)} of the whole batch", lines),
-        ]
-    )
+    whole = "of the whole batch"
+    lines = [
+        *part("before", f"{_operations(plan.before)} {whole}", map(kept, of_data)),
+        *part("loop", f"{_operations(plan.loop)}, {sizes}, {passes}"),
+        *part("", f"{share_in_loop(plan):.0%} of the bytes that are computed"),
+        *part("kept", whole, map(kept, plan.frontier)),
+        *part("after", f"{_operations(plan.after)} {whole}", [line_of(x, fun) for x in plan.after]),
+    ]
+    return "\n".join(lines)
 
 
 def _operations(steps: Sequence[object]) -> str:

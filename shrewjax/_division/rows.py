@@ -54,29 +54,30 @@ class Rows(NamedTuple):
         """Returns an array with its examples first. It comes in pieces, if blocks of several sets alternate."""
         neighbours = x.shape[self.axis] // sum(sizes[s] for s in self.sets)
         pieces, start = [], 0
-        for size, blocks in self._runs(sizes):
-            length = blocks * size * neighbours
-            piece = x
-            if length != x.shape[self.axis]:
-                piece = lax.slice_in_dim(x, start, start + length, axis=self.axis)
+        for set_, blocks in self._runs():
+            end = start + blocks * sizes[set_] * neighbours
+            is_all = end - start == x.shape[self.axis]
+            piece = x if is_all else lax.slice_in_dim(x, start, end, axis=self.axis)
             if blocks == neighbours == 1:
                 pieces.append(jnp.moveaxis(piece, self.axis, 0))
             else:
-                split = piece.reshape(_with(piece.shape, self.axis, (blocks, size, neighbours)))
+                dims = blocks, sizes[set_], neighbours
+                split = piece.reshape(_with(piece.shape, self.axis, dims))
                 pieces.append(jnp.moveaxis(split, self.axis + 1, 0))
-            start += length
+            start = end
         return pieces
 
     def together(self, pieces: Sequence[Leaf], shape: Shape, sizes: Sizes) -> Leaf:
         """Returns the array of this shape that `apart` took apart."""
         neighbours = shape[self.axis] // sum(sizes[s] for s in self.sets)
         parts = []
-        for piece, (size, blocks) in zip(pieces, self._runs(sizes), strict=True):
+        for piece, (set_, blocks) in zip(pieces, self._runs(), strict=True):
             if blocks == neighbours == 1:
                 parts.append(jnp.moveaxis(piece, 0, self.axis))
             else:
+                dims = (blocks * sizes[set_] * neighbours,)
                 split = jnp.moveaxis(piece, 0, self.axis + 1)
-                parts.append(split.reshape(_with(shape, self.axis, (blocks * size * neighbours,))))
+                parts.append(split.reshape(_with(shape, self.axis, dims)))
         return jnp.concatenate(parts, self.axis) if len(parts) > 1 else parts[0]
 
     def bounds(self, whole: Shape, sizes: Sizes) -> dict[int, int]:
@@ -86,13 +87,13 @@ class Rows(NamedTuple):
         own = itertools.accumulate((sizes[s] for s in self.sets), initial=0)
         return {x * neighbours: y * neighbours for x, y in zip(ends, own, strict=True)}
 
-    def _runs(self, sizes: Sizes) -> list[tuple[int, int]]:
-        """Returns, for each run of blocks of one set, how many examples a block has, and the number of blocks."""
-        return [(sizes[s], len([*blocks])) for s, blocks in itertools.groupby(self.sets)]
+    def _runs(self) -> list[tuple[int, int]]:
+        """Returns, for each run of blocks of one set, this set and the number of the blocks."""
+        return [(s, len([*blocks])) for s, blocks in itertools.groupby(self.sets)]
 
     def sets_of_pieces(self) -> list[int]:
         """Returns the set of each piece that `apart` returns."""
-        return [s for s, _ in itertools.groupby(self.sets)]
+        return [s for s, _ in self._runs()]
 
     def reshaped(self, old: Shape, new: Shape) -> "Rows | None":
         """Returns the rows of an array after a reshape that keeps the order of its elements."""
@@ -103,13 +104,10 @@ class Rows(NamedTuple):
             outer, sets = outer * len(sets), sets[:1]
         for axis, size in enumerate(new):
             before = math.prod(new[:axis])
-            if (
-                before
-                and outer % before == 0
-                and size
-                and size % (outer // before * sum(sets)) == 0
-            ):
-                return Rows(axis, sets * (outer // before))
+            if before and size and outer % before == 0:
+                repeats = outer // before
+                if size % (repeats * sum(sets)) == 0:
+                    return Rows(axis, sets * repeats)
         return None
 
 
