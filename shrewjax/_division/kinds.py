@@ -166,21 +166,15 @@ class Program:
         """Returns what a value is in every call, or None if it depends on arguments."""
         if not is_variable(x):
             return jaxprs.value_of_literal(x)
-        if x not in self.made_by:
-            return self.constants.get(x)
-        equation = self.made_by[x].equation
-        compute = labels.by_numpy(equation)
-        if compute is None:
-            return None
-        known = [*map(self.constant, equation.invars)]
-        return None if any(y is None for y in known) else compute(*map(np.asarray, known))
+        if x in self.made_by:
+            return labels.by_numpy(self.made_by[x].equation, self.constant)
+        return self.constants.get(x)
 
     def constant_column(self, x: Atom, column: int) -> Leaf | None:
         """Returns what a column of the last axis is in every call. Others may depend on arguments."""
         step = self.made_by.get(x)
-        part = step and labels.part_of_column(step.equation, column)
-        if step and part:
-            return self.constant_column(step.equation.invars[part[0]], part[1])
+        if step and (columns := labels.columns_of(step.equation)):
+            x, column = columns[column], 0
         value = self.constant(x)
         return None if value is None else np.asarray(value)[..., column]
 
@@ -242,9 +236,10 @@ class Program:
 
     def _likely(self, shape: Shape) -> Kind:
         """Returns the rows that data of this shape probably has."""
-        pairs = [(d, n, s) for d, n in enumerate(shape) for s in self.sets if n and n % s == 0]
-        exact = [(d, n, s) for d, n, s in pairs if n == s]
-        return next((Rows(d, (s,)) for d, _, s in exact + pairs), SAME)
+        found = [Rows(d, (s,)) for d in range(len(shape)) for s in self.sets]
+        multiples = [x for x in found if shape[x.axis] and x.fits(shape)]
+        exact = [x for x in multiples if shape[x.axis] == x.sets[0]]
+        return next(iter(exact + multiples), SAME)
 
     def _found(self, equation: Equation, facts: list[Fact]) -> Step | None:
         """Finds the kinds of an equation's results. Returns the step, or None if examples mix, or may mix.
@@ -299,13 +294,13 @@ class Program:
         if its is None or label is None:
             return self._by_own_rows(equation, facts) or _by_blocks(equation, facts, at)
         # 2. Slice each operand along its label.
-        takes = along(label, rows.sets, its.ins, ins)
-        if takes is None or any(takes[i] != facts[i].kind for i in proven):
+        takes = along(label, rows.sets, its.ins)
+        if any(takes[i] != facts[i].kind for i in proven):
             return None
         # 3. Results that lack it are sums, or cannot be divided.
         is_sum = label in its.summed and labels.sums_from_zero(equation, facts[0].kind is ZERO)
         lost = SUM if is_sum else MIXED
-        return Step(equation, [x or lost for x in _along(label, rows.sets, its.outs)], takes)
+        return Step(equation, [x or lost for x in along(label, rows.sets, its.outs)], takes)
 
     def _by_own_rows(self, equation: Equation, facts: list[Fact]) -> Step | None:
         """`x[jnp.arange(B), labels]`: each row is asked for its own elements.
@@ -320,14 +315,15 @@ class Program:
         column, its = found
         numbers = self.constant_column(equation.invars[1], column)
         size = shape_of(equation.invars[0].aval)[rows.axis]
-        for d, n in enumerate(np.shape(numbers) if numbers is not None else ()):
-            label = its.ins[1][d]
-            is_shared = label in its.ins[0]  # by another dimension of the operand
-            if n == size and not is_shared and np.all(np.moveaxis(numbers, d, -1) == np.arange(n)):
-                takes = [rows, *_along(label, rows.sets, its.ins[1:])]
-                makes = [x or rows for x in _along(label, rows.sets, its.outs)]
-                if all(x.may_be_sliced or x.kind == y for x, y in zip(facts, takes, strict=True)):
-                    return Step(equation, makes, takes)
+        for d, label in enumerate(its.ins[1][:-1] if numbers is not None else ()):
+            by_d = np.moveaxis(np.asarray(numbers), d, -1)
+            is_count = by_d.shape[-1] == size and np.all(by_d == np.arange(size))
+            if not is_count or label in its.ins[0]:  # by another dimension of the operand
+                continue
+            takes = [rows, *along(label, rows.sets, its.ins[1:])]
+            makes = [x or rows for x in along(label, rows.sets, its.outs)]
+            if all(x.may_be_sliced or x.kind == y for x, y in zip(facts, takes, strict=True)):
+                return Step(equation, makes, takes)
         return None
 
     def _of_each_example(self, equation: Equation, facts: list[Fact]) -> Step | None:
@@ -541,16 +537,8 @@ def _by_blocks(equation: Equation, facts: list[Fact], at: int) -> Step | None:
     return Step(equation, kinds, takes)
 
 
-def along(
-    label: Label, sets: tuple[int, ...], dims: Sequence[labels.Dims], shapes: Sequence[Shape]
-) -> Slices | None:
-    """Returns the slices of values along a label, or None if an axis does not hold these sets."""
-    found = _along(label, sets, dims)
-    pairs = zip(found, shapes, strict=True)
-    return found if all(x is None or x.fits(shape) for x, shape in pairs) else None
-
-
-def _along(label: Label, sets: tuple[int, ...], dims: Sequence[labels.Dims]) -> Slices:
+def along(label: Label, sets: tuple[int, ...], dims: Sequence[labels.Dims]) -> Slices:
+    """Returns the slices of values along a label."""
     return [Rows([*x].index(label), sets) if label in x else None for x in dims]
 
 
@@ -592,9 +580,12 @@ def is_inexact(aval: Any) -> bool:
 
 def smooth_of(equation: Equation) -> tuple[list[int], list[int]]:
     """Returns which operands and which results have derivatives."""
-    sides = equation.invars, equation.outvars
-    smooth, results = ([i for i, x in enumerate(y) if is_inexact(x.aval)] for y in sides)
-    return [i for i in smooth if i >= jaxprs.count_closed_over(equation)], results
+    first = jaxprs.count_closed_over(equation)
+    smooth, results = (
+        [i for i, x in enumerate(y) if is_inexact(x.aval)]
+        for y in (equation.invars, equation.outvars)
+    )
+    return [i for i in smooth if i >= first], results
 
 
 def made_by(steps: Sequence[Step]) -> list[Var]:

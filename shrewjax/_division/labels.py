@@ -11,19 +11,19 @@ Only this module and `_programs/jaxprs.py` name primitives, except that `draws` 
 import itertools
 import math
 from collections.abc import Callable, Hashable, Sequence
-from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
+from shrewjax._base.types import Leaf
 from shrewjax._programs import jaxprs
-from shrewjax._programs.jaxprs import Equation, shape_of
+from shrewjax._programs.jaxprs import Atom, Equation, shape_of
 
 Label: TypeAlias = Hashable | None
 Shape: TypeAlias = Sequence[int]
+Shapes: TypeAlias = list[tuple[int, ...]]
 Dims: TypeAlias = Sequence[Label]
 
 
@@ -38,23 +38,13 @@ class Labels(NamedTuple):
 class Given(NamedTuple):
     """The shapes of an equation's operands and results, and its parameters."""
 
-    ins: list[tuple[int, ...]]
-    outs: list[tuple[int, ...]]
+    ins: Shapes
+    outs: Shapes
     params: dict[str, Any]
-
-    @property
-    def operand(self) -> Shape:
-        """Returns the shape of the first operand."""
-        return self.ins[0]
-
-    @property
-    def result(self) -> Shape:
-        """Returns the shape of the first result."""
-        return self.outs[0]
 
     def in_place(self, lost: Sequence[int] = ()) -> Labels:
         """Dimensions keep their places, and the lost ones cannot be divided. Scalars have none."""
-        dims = [None if d in lost else d for d in range(len(self.operand))]
+        dims = [None if d in lost else d for d in range(len(self.ins[0]))]
         return Labels([dims if len(x) else () for x in self.ins], [dims] * len(self.outs))
 
     def first(self, count: int) -> Labels:
@@ -64,7 +54,7 @@ class Given(NamedTuple):
 
     def with_new_axis(self, axis: int) -> Labels:
         """One side has a new axis."""
-        shorter, longer = sorted((self.operand, self.result), key=len)
+        shorter, longer = sorted((self.ins[0], self.outs[0]), key=len)
         dims, axis = [*range(len(shorter))], axis % len(longer)
         new = [*dims[:axis], None, *dims[axis:]]
         of = lambda side: [dims if len(x) == len(shorter) else new for x in side]  # noqa: E731
@@ -89,9 +79,10 @@ def is_known(equation: Equation) -> bool:
     return is_named or any(map(bool, jaxprs.jaxprs_on_operands(equation)))
 
 
-def shapes_of(equation: Equation) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+def shapes_of(equation: Equation) -> tuple[Shapes, Shapes]:
     """Returns the shapes of the operands, and of the results."""
-    ins, outs = ([shape_of(x.aval) for x in side] for side in (equation.invars, equation.outvars))
+    sides = equation.invars, equation.outvars
+    ins, outs = ([shape_of(x.aval) for x in side] for side in sides)
     return ins, outs
 
 
@@ -110,7 +101,7 @@ def is_threefry(key: Any) -> bool:
 
 def _elementwise(given: Given) -> Labels:
     """Operands have the shape of the results, but for dimensions of size 1, or are scalars."""
-    full = given.result
+    full = given.outs[0]
 
     def dims(shape: Shape) -> Dims:
         is_like = len(shape) == len(full)
@@ -125,12 +116,12 @@ _NAMED_AXES = "axis", "dimension", "dimensions", "reduction_dimension"
 def _except_named(given: Given) -> Labels:
     """Dimensions keep their places, except for those that a parameter names, by default the last one."""
     (named,) = [given.params[x] for x in _NAMED_AXES if x in given.params] or [-1]
-    return given.in_place([*np.atleast_1d(named) % len(given.operand)])
+    return given.in_place([*np.atleast_1d(named) % len(given.ins[0])])
 
 
 def _reduction(given: Given) -> Labels:
-    lost = given.params.get("axes", given.params.get("dimensions"))
-    kept = [d for d in range(len(given.operand)) if d not in lost]
+    lost: Shape = given.params.get("axes") or given.params.get("dimensions", ())
+    kept = [d for d in range(len(given.ins[0])) if d not in lost]
     return Labels(given.in_place().ins, [kept] * len(given.outs))
 
 
@@ -139,18 +130,18 @@ def _sum(given: Given) -> Labels:
 
 
 def _broadcast(given: Given) -> Labels:
-    pairs = zip(given.params["broadcast_dimensions"], given.operand, strict=True)
-    kept = [int(d) if n == given.result[d] else None for d, n in pairs]
-    return Labels([kept], [range(len(given.result))])
+    pairs = zip(given.params["broadcast_dimensions"], given.ins[0], strict=True)
+    kept = [int(d) if n == given.outs[0][d] else None for d, n in pairs]
+    return Labels([kept], [range(len(given.outs[0]))])
 
 
 def _iota(given: Given) -> Labels:
     lost = given.params["dimension"]
-    return Labels([], [[None if d == lost else d for d in range(len(given.result))]])
+    return Labels([], [[None if d == lost else d for d in range(len(given.outs[0]))]])
 
 
 def _transpose(given: Given) -> Labels:
-    return Labels([range(len(given.operand))], [given.params["permutation"]])
+    return Labels([range(len(given.ins[0]))], [given.params["permutation"]])
 
 
 def _pad(given: Given) -> Labels:
@@ -163,9 +154,9 @@ def _stack(given: Given) -> Labels:
 
 def _taken_whole(given: Given) -> Labels:
     """A slice, an update of one, or copies. A dimension can be divided if all of it is taken, once."""
-    is_update = len(given.ins) > 1 and len(given.ins[1]) == len(given.operand) > 0
-    part = given.ins[1] if is_update else given.result
-    return given.in_place([d for d, n in enumerate(given.operand) if n != part[d]])
+    is_update = len(given.ins) > 1 and len(given.ins[1]) == len(given.ins[0]) > 0
+    part = given.ins[1] if is_update else given.outs[0]
+    return given.in_place([d for d, n in enumerate(given.ins[0]) if n != part[d]])
 
 
 def _dot(given: Given) -> Labels:
@@ -181,7 +172,7 @@ def _dot(given: Given) -> Labels:
 def _conv(given: Given) -> Labels:
     """Labels examples, and the input's features, over which it sums: a kernel's gradient has examples there."""
     (batch, feature, *_), (_, in_feature, *_), (out_batch, *_) = given.params["dimension_numbers"]
-    nothing: list[Label] = [None] * len(given.operand)
+    nothing: list[Label] = [None] * len(given.ins[0])
     left, right, out = [*nothing], [*nothing], [*nothing]
     if given.params["batch_group_count"] == 1:
         left[batch] = out[out_batch] = "examples"
@@ -193,42 +184,33 @@ def _conv(given: Given) -> Labels:
 def _window(given: Given) -> Labels:
     """A dimension can be divided if each window is one element of it."""
     names = "window_dimensions", "window_strides", "base_dilation"
-    sizes = [given.params.get(name) or [1] * len(given.operand) for name in names]
+    sizes = [given.params.get(name) or [1] * len(given.ins[0]) for name in names]
     by_dimension = zip(given.params["padding"], *sizes, strict=True)
     is_lost = [any(padding) or {*x} != {1} for padding, *x in by_dimension]
     return given.in_place([d for d, x in enumerate(is_lost) if x])
 
 
 class _Lookup(NamedTuple):
-    """The parameters of a gather or a scatter, by one name for both: dimensions of its operands.
+    """The dimension numbers of a gather or a scatter, by one name for both, in the order of JAX.
 
     Attributes:
-      columns: those of the operand that the last axis of the indices numbers.
-      single: those of the operand of which an index takes one element.
-      windows: those of the result, or of the updates, that are a window of the operand.
-      batching: those of the operand that number the same things as dimensions of the indices.
+      windows: dimensions of the result, or of the updates, that are a window of the operand.
+      single: dimensions of the operand of which an index takes one element.
+      columns: dimensions of the operand that the last axis of the indices numbers.
+      batching: dimensions of the operand that number the same things as dimensions of the indices.
       batching_indices: these dimensions of the indices.
     """
 
-    columns: Shape
-    single: Shape
     windows: Shape
+    single: Shape
+    columns: Shape
     batching: Shape
     batching_indices: Shape
 
 
-def _lookup_of(params: dict[str, Any]) -> _Lookup:
-    its = params["dimension_numbers"]
-    if isinstance(its, lax.GatherDimensionNumbers):
-        names = its.start_index_map, its.collapsed_slice_dims, its.offset_dims
-        return _Lookup(*names, its.operand_batching_dims, its.start_indices_batching_dims)
-    names = its.scatter_dims_to_operand_dims, its.inserted_window_dims, its.update_window_dims
-    return _Lookup(*names, its.operand_batching_dims, its.scatter_indices_batching_dims)
-
-
 def _of_lookup(given: Given, shape: Shape) -> list[Dims]:
     """Returns the labels of a gather's or a scatter's operand and indices, and of its result or updates, of a shape."""
-    its, (operand, indices) = _lookup_of(given.params), given.ins[:2]
+    its, (operand, indices) = _Lookup(*given.params["dimension_numbers"]), given.ins[:2]
     of_indices: list[Label] = [("index", d) for d in range(len(indices) - 1)]
     # 1. A dimension of the operand can be divided if windows take all of it, or if it numbers what the indices do.
     of_operand: list[Label] = [None] * len(operand)
@@ -244,7 +226,7 @@ def _of_lookup(given: Given, shape: Shape) -> list[Dims]:
 
 
 def _gather(given: Given) -> Labels:
-    operand, indices, result = _of_lookup(given, given.result)
+    operand, indices, result = _of_lookup(given, given.outs[0])
     return Labels([operand, indices], [result])
 
 
@@ -263,14 +245,14 @@ def _leading(lost: int) -> Rule:
 
     def rule(given: Given) -> Labels:
         count = len(given.params.get("fft_lengths", range(lost)))
-        return given.first(len(given.operand) - count)
+        return given.first(len(given.ins[0]) - count)
 
     return rule
 
 
 def _triangular_solve(given: Given) -> Labels:
     """Each column of the right side is solved alone. If the matrix stands at the right, it is each row."""
-    matrix, right = ([*x] for x in given.first(len(given.operand) - 2).ins)
+    matrix, right = ([*x] for x in given.first(len(given.ins[0]) - 2).ins)
     right[-1 if given.params["left_side"] else -2] = "columns"
     return Labels([matrix, right], [right])
 
@@ -284,14 +266,14 @@ def _exchanged(given: Given) -> Labels:
     """Devices have the same rows at once, so what they exchange are rows again."""
     names = "all_gather_dimension", "scatter_dimension", "split_axis", "concat_axis"
     lost = [given.params[x] for x in names if x in given.params]
-    is_stack = len(given.operand) != len(given.result)
+    is_stack = len(given.ins[0]) != len(given.outs[0])
     return given.with_new_axis(lost[0]) if is_stack else given.in_place(lost)
 
 
 def _clip_cotangent(given: Given) -> Labels:
     """The package's own operation clips each slice alone. Its zeros and limits have one number for each slice."""
     dims = given.params["slices"].dims
-    of_slices = [d if d in dims else None for d in range(len(given.operand))]
+    of_slices = [d if d in dims else None for d in range(len(given.ins[0]))]
     return Labels([of_slices, *(dims[: len(x)] for x in given.ins[1:])], [of_slices])
 
 
@@ -355,7 +337,6 @@ _ADDITIVE = _set(
     """
 )
 _BILINEAR = {"mul", "dot_general"}
-_SCATTERS = {"scatter-add", "scatter-sub"}
 OF_EACH_EXAMPLE = "of_each_example"
 
 
@@ -392,7 +373,7 @@ def is_additive(equation: Equation) -> bool:
 
 def sums_from_zero(equation: Equation, is_first_zero: bool) -> bool:
     """Returns whether what is summed along a label is all that results hold: a scatter adds to its first operand."""
-    return is_first_zero or equation.primitive.name not in _SCATTERS
+    return is_first_zero or equation.primitive.name not in jaxprs.SCATTER_ADDS
 
 
 def is_linear(equation: Equation, is_sum: Sequence[bool], is_zero: Sequence[bool]) -> bool:
@@ -410,12 +391,11 @@ def is_linear(equation: Equation, is_sum: Sequence[bool], is_zero: Sequence[bool
         return not is_sum[0] and all(are_terms[1:])
     if name in _ADDITIVE:
         return all(are_terms)
-    if name in _BILINEAR:
-        return sum(is_sum) == 1
-    is_linear_in_first = name == "dynamic_slice" or (
-        name == "div" and jnp.issubdtype(dtype, jnp.inexact)
-    )
-    return is_linear_in_first and is_sum[0] and sum(is_sum) == 1
+    if sum(is_sum) != 1:
+        return False
+    if name == "div":
+        return is_sum[0] and jnp.issubdtype(dtype, jnp.inexact)
+    return name in _BILINEAR or (name == "dynamic_slice" and is_sum[0])
 
 
 def _keeps_digits(x: Any) -> bool:
@@ -459,10 +439,11 @@ def of_own_rows(equation: Equation, axis: int) -> tuple[int, Labels] | None:
 
     None if the equation does not take one element of that axis for each index.
     """
-    if _LABELS.get(equation.primitive.name) not in (_gather, _scatter, _scatter_add):
+    its = labels_of(equation)
+    if its is None or _LABELS[equation.primitive.name] not in (_gather, _scatter, _scatter_add):
         return None
-    lookup, its = _lookup_of(equation.params), labels_of(equation)
-    is_single = its is not None and axis in lookup.columns and axis in lookup.single
+    lookup = _Lookup(*equation.params["dimension_numbers"])
+    is_single = axis in lookup.columns and axis in lookup.single
     return (lookup.columns.index(axis), its) if is_single else None
 
 
@@ -524,28 +505,28 @@ _BY_NUMPY: dict[str, Callable[..., np.ndarray]] = {
 }
 
 
-def by_numpy(equation: Equation) -> Callable[..., np.ndarray] | None:
-    """Returns an operation by which indices are made, on the host, because the mesh may have no device here."""
+def by_numpy(equation: Equation, constant: Callable[[Atom], Leaf | None]) -> np.ndarray | None:
+    """Returns the result of an operation by which indices are made, or None if it is another one, or not constant.
+
+    On the host, because the mesh may have no device here.
+    """
     compute = _BY_NUMPY.get(equation.primitive.name)
-    return compute and partial(compute, equation.params)
-
-
-def part_of_column(equation: Equation, column: int) -> tuple[int, int] | None:
-    """Returns the operand, and its column, that is a column of the last axis of the result; None if it is none."""
-    params = equation.params
-    last = len(shape_of(equation.outvars[0].aval)) - 1
-    if equation.primitive.name != "concatenate" or params["dimension"] != last:
+    operands = [*map(constant, equation.invars)] if compute else [None]
+    if compute is None or any(x is None for x in operands):
         return None
-    for at, x in enumerate(equation.invars):
-        if column < shape_of(x.aval)[-1]:
-            return at, column
-        column -= shape_of(x.aval)[-1]
-    return None
+    return compute(equation.params, *map(np.asarray, operands))
+
+
+def columns_of(equation: Equation) -> Sequence[Atom]:
+    """Returns the operands, if an operation joins them as the columns of the last axis. Otherwise none."""
+    name, last = equation.primitive.name, len(shape_of(equation.outvars[0].aval)) - 1
+    is_join = name == "concatenate" and equation.params["dimension"] == last
+    are_columns = is_join and all(shape_of(x.aval)[-1] == 1 for x in equation.invars)
+    return equation.invars if are_columns else ()
 
 
 # Draws, and what the frontier is chosen by.
 
-_RANDOM_BITS = "random_bits"
 _CONTRACTIONS = _set("dot_general conv_general_dilated gather ragged_dot_general scatter-add")
 _MOVES = _set(
     """
@@ -567,7 +548,7 @@ def moves(equation: Equation) -> bool:
 
 def is_draw(equation: Equation) -> bool:
     """Returns whether it draws random bits."""
-    return equation.primitive.name == _RANDOM_BITS
+    return equation.primitive.name == "random_bits"
 
 
 def is_drawn_by_position(equation: Equation) -> bool:

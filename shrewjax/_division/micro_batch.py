@@ -55,6 +55,7 @@ class MicroBatch:
 
     def read(self, env: Env, x: Atom, rows: Rows | None) -> Leaf:
         """Returns a slice of a value, or the whole."""
+        whole: Any
         if not is_variable(x):
             whole = np.asarray(jaxprs.value_of_literal(x), x.aval.dtype)
         elif (x, rows) in env:
@@ -171,18 +172,17 @@ class MicroBatch:
 
     def _linear_solve(self, step: Step, makes: Slices, given: list[Leaf]) -> list[Leaf]:
         solve: Any = jaxprs.linear_solve_of(step.equation)
-        programs, functions, start = iter(step.programs), {}, 0
+        programs, functions, start = iter(step.programs), dict[str, Any](), 0
         for name, count in solve.constants.items():
             constants = given[start : start + count]
             start += count
             if solve.functions[name] is not None:
-                functions[name] = functools.partial(self._of, next(programs), makes, *constants)
-        multiply, transposed = functions["matvec"], functions.get("transpose_solve")
+                of = functools.partial(self._of, next(programs), makes, *constants)
+                # The values come last: JAX passes a product before the right-hand side.
+                functions[name] = lambda *x, of=of: of(*x[-1])
+        names = "solve", "transpose_solve"
         return lax.custom_linear_solve(
-            lambda x: multiply(*x),
-            given[start:],
-            lambda _, b: functions["solve"](*b),
-            transposed and (lambda _, b: transposed(*b)),
+            functions["matvec"], given[start:], *map(functions.get, names)
         )
 
     def _while(self, step: Step, takes: Slices, given: list[Leaf]) -> list[Leaf]:

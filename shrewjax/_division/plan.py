@@ -178,8 +178,8 @@ class Plan:
         label = its and its.outs[at][rows.axis]
         if its is None or label is None or not rows.fits(outs[at]):
             return None
-        takes, makes = (along(label, rows.sets, *x) for x in ((its.ins, ins), (its.outs, outs)))
-        return (takes, makes) if takes is not None and makes and None not in makes else None
+        takes, makes = (along(label, rows.sets, x) for x in (its.ins, its.outs))
+        return None if None in makes else (takes, makes)
 
 
 def size_of(x: Atom) -> int:

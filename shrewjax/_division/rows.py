@@ -134,14 +134,11 @@ class Turns(NamedTuple):
 def turns(counts: Sizes, micro_batches: int) -> list[Turns]:
     """Returns the loops in which all micro-batches run, for these numbers of examples."""
     cuts = sorted({0, micro_batches, *(n % micro_batches for n in counts.values())})
-    return [
-        Turns(
-            first,
-            last,
-            {s: n // micro_batches + (first < n % micro_batches) for s, n in counts.items()},
-        )
-        for first, last in itertools.pairwise(cuts)
-    ]
+
+    def sizes(first: int) -> Sizes:
+        return {s: n // micro_batches + (first < n % micro_batches) for s, n in counts.items()}
+
+    return [Turns(first, last, sizes(first)) for first, last in itertools.pairwise(cuts)]
 
 
 def joined(parts: Sequence[Leaf]) -> Leaf:
