@@ -10,8 +10,7 @@ first scan runs the layers, and stacks these sums. The second one multiplies the
 """
 
 from collections.abc import Sequence
-from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 from jax import lax
@@ -20,26 +19,20 @@ from shrewjax._base.types import Leaf
 from shrewjax._programs import jaxprs
 from shrewjax._programs.jaxprs import Atom, Equation, Jaxpr, is_variable
 
+Values: TypeAlias = dict[Atom, Leaf]
+
 
 class _Half:
-    """Steps of a body, which is a `Program`, as a function of what they read.
+    """Steps of a body, which is a `Program`, as a function of the values that they `read`, by name."""
 
-    Attributes:
-      places: the numbers of the body's results that it makes.
-      reads: the values that it reads.
-    """
-
-    def __init__(
-        self, body: Any, steps: Sequence[Any], places: list[int], more: Sequence[Atom] = ()
-    ) -> None:
-        outs = [*(body.results[at] for at in places), *more]
+    def __init__(self, body: Any, steps: Sequence[Any], results: Sequence[Atom]) -> None:
         equations = [step.equation for step in steps]
-        self.places, self.reads = places, jaxprs.read_by(equations, outs)
-        self._known = body.constants
-        self._run = jaxprs.function_of(jaxprs.program_of(equations, self.reads, outs))
+        self.reads = jaxprs.read_by(equations, results)
+        self._constants = body.constants
+        self._run = jaxprs.function_of(jaxprs.program_of(equations, self.reads, results))
 
-    def __call__(self, values: dict[Atom, Leaf]) -> list[Leaf]:
-        known = self._known | values
+    def __call__(self, values: Values) -> list[Leaf]:
+        known = self._constants | values
         return [*self._run(*(known[x] for x in self.reads))]
 
 
@@ -52,8 +45,9 @@ def in_two(equation: Equation, body: Any, is_mixed: Sequence[bool]) -> Jaxpr | N
     if not (scan or jaxprs.is_checkpoint(equation)):
         return None
     mixed, kept = ([at for at, x in enumerate(is_mixed) if x == y] for y in (True, False))
+    of_mixed, of_kept = ([body.results[at] for at in places] for places in (mixed, kept))
     # 1. The second half, from its results back.
-    needed = dict.fromkeys(filter(is_variable, (body.results[at] for at in mixed)))
+    needed = dict.fromkeys(filter(is_variable, of_mixed))
     second: list[Any] = []
     for step in reversed(body.steps):
         outs = step.equation.outvars
@@ -65,28 +59,32 @@ def in_two(equation: Equation, body: Any, is_mixed: Sequence[bool]) -> Jaxpr | N
     if not any(body.is_divided(x) for step in first for x in step.equation.outvars):
         return None
     # 3. The second half gets what is rows or a sum, and what the first half carries.
-    carries = body.arguments[scan.constants :][: scan.carries] if scan else []
-    of_first = [x for at, x in enumerate(carries) if at in kept]
-    given = [x for x in needed if body.is_divided(x) or x in of_first]
-    halves = _Half(body, first, kept, given), _Half(body, second, mixed)
+    names = body.arguments[scan.constants :] if scan else []
+    carries = dict(enumerate(names[: scan.carries] if scan else []))
+    stacks = names[len(carries) :]
+    given = [x for x in needed if body.is_divided(x) or x in map(carries.get, kept)]
+    halves = _Half(body, first, [*of_kept, *given]), _Half(body, second, of_mixed)
+
     # 4. Both, one after the other.
-    run = partial(_scan, scan, body) if scan else partial(_checkpoint, equation)
+    def run(half: _Half, places: list[int], stacks: list[Atom], known: Values) -> list[Leaf]:
+        if scan is None:
+            return _checkpoint(equation, half, known)
+        its_carries = [carries[at] for at in places if at in carries]
+        return _scan(scan, half, its_carries, [x for x in stacks if x in half.reads], known)
 
     def of_operands(*operands: Leaf) -> list[Leaf]:
-        known, count = dict(zip(body.arguments, operands, strict=True)), len(kept)
-        made = run(halves[0], known, {})
-        rest = run(halves[1], known, dict(zip(given, made[count:], strict=True)))
-        by_place = dict(zip(kept + mixed, made[:count] + rest, strict=True))
+        known = dict(zip(body.arguments, operands, strict=True))
+        made = run(halves[0], kept, stacks, known)
+        known.update(zip(given, made[len(kept) :], strict=True))
+        rest = run(halves[1], mixed, [*stacks, *given], known)
+        by_place = dict(zip(kept + mixed, made[: len(kept)] + rest, strict=True))
         return [by_place[at] for at in range(len(by_place))]
 
     with jaxprs.context_of(equation):
         return jax.make_jaxpr(of_operands)(*(x.aval for x in equation.invars))
 
 
-def _checkpoint(
-    equation: Equation, half: _Half, known: dict[Atom, Leaf], handed_on: dict[Atom, Leaf]
-) -> list[Leaf]:
-    known = known | handed_on
+def _checkpoint(equation: Equation, half: _Half, known: Values) -> list[Leaf]:
     names = [x for x in half.reads if x in known]
     of_values = lambda *values: half(dict(zip(names, values, strict=True)))  # noqa: E731
     options = jaxprs.options_of_checkpoint(equation)
@@ -94,23 +92,12 @@ def _checkpoint(
 
 
 def _scan(
-    scan: jaxprs.Scan,
-    body: Any,
-    half: _Half,
-    known: dict[Atom, Leaf],
-    handed_on: dict[Atom, Leaf],
+    scan: jaxprs.Scan, half: _Half, carries: list[Atom], stacks: list[Atom], known: Values
 ) -> list[Leaf]:
-    names = body.arguments
-    constants = {x: known[x] for x in names[: scan.constants]}
-    carries = [names[scan.constants + at] for at in half.places if at < scan.carries]
-    stacks = {x: known[x] for x in names[scan.constants + scan.carries :] if x in half.reads}
-    stacks |= handed_on
-
     def trip(carry: list[Leaf], slices: list[Leaf]) -> tuple[list[Leaf], list[Leaf]]:
-        its = zip([*carries, *stacks], [*carry, *slices], strict=True)
-        made = half(constants | dict(its))
+        made = half(known | dict(zip([*carries, *stacks], [*carry, *slices], strict=True)))
         return made[: len(carries)], made[len(carries) :]
 
-    start = [known[x] for x in carries]
-    carry, made = lax.scan(trip, start, [*stacks.values()], scan.length, **scan.options)
+    start, slices = ([known[x] for x in names] for names in (carries, stacks))
+    carry, made = lax.scan(trip, start, slices, scan.length, **scan.options)
     return [*carry, *made]

@@ -55,6 +55,7 @@ class WithoutRows(Enum):
 SAME, ZERO, SUM, MIXED = WithoutRows
 SHARED = SAME, ZERO
 Kind: TypeAlias = Rows | WithoutRows
+Kinds: TypeAlias = list[Kind]
 Slices: TypeAlias = Sequence[Rows | None]
 """What a micro-batch takes, or makes, of each value: a part of it, or None for the whole."""
 
@@ -65,10 +66,17 @@ def slices(kinds: Iterable[Kind]) -> list[Rows | None]:
 
 
 class Fact(NamedTuple):
-    """What is known of a value: its kind, and whether it depends on what is differentiated."""
+    """What is known of a value.
+
+    Attributes:
+      kind: its kind.
+      is_free: whether it depends on what is differentiated.
+      is_smooth: whether it may have a derivative. Behind `jax.lax.stop_gradient` it has none.
+    """
 
     kind: Kind
     is_free: bool
+    is_smooth: bool = False
 
     @property
     def may_be_sliced(self) -> bool:
@@ -135,9 +143,11 @@ class Program:
         self.made_by: dict[Var, Step] = {}
         self.constants: dict[Var, Leaf] = {}
         self.arguments: list[Var] = [*opened(jaxpr).invars]
-        self._facts: dict[Var, Fact] = dict(zip(self.arguments, facts, strict=True))
-        self._smooth = {x for x in self.arguments if self._facts[x].is_free and is_inexact(x.aval)}
+        self._facts: dict[Var, Fact] = {}
+        for x, (kind, is_free, _) in zip(self.arguments, facts, strict=True):
+            self._facts[x] = Fact(kind, is_free, is_free and is_inexact(x.aval))
         self.results: list[Atom] = self._add(jaxpr, self.arguments, ())
+        self.made: Kinds = self.kinds_of(self.results)
 
     # Values.
 
@@ -153,14 +163,22 @@ class Program:
         """Returns the kind of a value."""
         return self.fact(x).kind
 
+    def kinds_of(self, atoms: Iterable[Atom]) -> Kinds:
+        """Returns the kinds of values."""
+        return [*map(self.kind, atoms)]
+
     def slice(self, x: Atom) -> Rows | None:
         """Returns what a micro-batch has of a value: its rows, or None for the whole."""
         return slices([self.kind(x)])[0]
 
     def is_divided(self, x: Atom) -> bool:
         """Returns whether a free value is rows or a sum, so that a loop over micro-batches can make it."""
-        kind, is_free = self.fact(x)
+        kind, is_free, _ = self.fact(x)
         return is_free and (isinstance(kind, Rows) or kind is SUM)
+
+    def has_derivative(self, x: Atom) -> bool:
+        """Returns whether a value may have a derivative."""
+        return self.fact(x).is_smooth
 
     def constant(self, x: Atom) -> Leaf | None:
         """Returns what a value is in every call, or None if it depends on arguments."""
@@ -178,10 +196,6 @@ class Program:
         value = self.constant(x)
         return None if value is None else np.asarray(value)[..., column]
 
-    def has_derivative(self, x: Atom) -> bool:
-        """Returns whether a value may have a derivative. Behind `jax.lax.stop_gradient` it has none."""
-        return is_variable(x) and x in self._smooth
-
     # Steps.
 
     def _add(
@@ -189,7 +203,8 @@ class Program:
     ) -> list[Atom]:
         """Adds the equations of a jaxpr, with those of its calls in their place. Returns its results."""
         known: dict[Var, Atom] = dict(zip(opened(jaxpr).invars, operands, strict=True))
-        for x, value in zip(opened(jaxpr).constvars, jaxprs.constants_of(jaxpr), strict=True):
+        constants = zip(opened(jaxpr).constvars, jaxprs.constants_of(jaxpr), strict=True)
+        for x, value in constants:
             known[x] = name = core.Var(x.aval)
             self._facts[name], self.constants[name] = Fact(SAME, is_free=False), value
         read = lambda x: known[x] if is_variable(x) else x  # noqa: E731
@@ -209,7 +224,8 @@ class Program:
         facts = [*map(self.fact, equation.invars)]
         is_free = self._is_inside or any(x.is_free for x in facts)
         # 1. Find its kinds. A loop or a checkpoint in which examples mix may be two, of which one mixes examples.
-        step = self._found(equation, facts) if is_free else self._found_of_data(equation, facts)
+        find = self._found if is_free else self._found_of_data
+        step = find(equation, facts)
         if step and step.programs and MIXED in (*step.kinds, *(x.kind for x in facts)):
             parts = in_two(equation, step.programs[0], [x is MIXED for x in step.kinds])
             if parts is not None:
@@ -219,10 +235,10 @@ class Program:
         # 2. Record it.
         step.is_free, step.calls = is_free, calls
         self.steps.append(step)
+        is_smooth = any(x.is_smooth for x in facts) and not labels.stops_gradient(equation)
         for x, kind in zip(equation.outvars, step.kinds, strict=True):
-            self._facts[x], self.made_by[x] = Fact(kind, is_free), step
-        if any(map(self.has_derivative, equation.invars)) and not labels.stops_gradient(equation):
-            self._smooth.update(x for x in equation.outvars if is_inexact(x.aval))
+            self._facts[x] = Fact(kind, is_free, is_smooth and is_inexact(x.aval))
+            self.made_by[x] = step
         return None
 
     def _found_of_data(self, equation: Equation, facts: list[Fact]) -> Step:
@@ -232,7 +248,8 @@ class Program:
         step = self._found(equation, facts)
         if step and not {SUM, MIXED} & {*step.kinds}:
             return step
-        return Step(equation, [self._likely(shape_of(x.aval)) for x in equation.outvars])
+        _, outs = labels.shapes_of(equation)
+        return Step(equation, [*map(self._likely, outs)])
 
     def _likely(self, shape: Shape) -> Kind:
         """Returns the rows that data of this shape probably has."""
@@ -281,7 +298,8 @@ class Program:
     def _by_labels(self, equation: Equation, facts: list[Fact]) -> Step | None:
         # 1. Find the axis of examples. Operands that are proven rows lead, because they must be sliced so.
         proven = [at for at, x in enumerate(facts) if not x.may_be_sliced]
-        at = (proven or [at for at, x in enumerate(facts) if isinstance(x.kind, Rows)])[0]
+        of_rows = [at for at, x in enumerate(facts) if isinstance(x.kind, Rows)]
+        at = (proven or of_rows)[0]
         rows: Any = facts[at].kind
         ins, outs = labels.shapes_of(equation)
         if labels.is_reshape(equation):
@@ -298,9 +316,10 @@ class Program:
         if any(takes[i] != facts[i].kind for i in proven):
             return None
         # 3. Results that lack it are sums, or cannot be divided.
-        is_sum = label in its.summed and labels.sums_from_zero(equation, facts[0].kind is ZERO)
-        lost = SUM if is_sum else MIXED
-        return Step(equation, [x or lost for x in along(label, rows.sets, its.outs)], takes)
+        from_zero = labels.sums_from_zero(equation, facts[0].kind is ZERO)
+        lost = SUM if label in its.summed and from_zero else MIXED
+        makes = [x or lost for x in along(label, rows.sets, its.outs)]
+        return Step(equation, makes, takes)
 
     def _by_own_rows(self, equation: Equation, facts: list[Fact]) -> Step | None:
         """`x[jnp.arange(B), labels]`: each row is asked for its own elements.
@@ -308,21 +327,22 @@ class Program:
         The indices have shape (B, 2). Their column 0 is known, and along dimension 0 it is 0, 1, 2 and so on. So that
         dimension numbers the rows of x.
         """
-        rows = facts[0].kind
+        rows: Any = facts[0].kind
         found = isinstance(rows, Rows) and labels.of_own_rows(equation, rows.axis)
-        if not isinstance(rows, Rows) or not found:
+        if not found:
             return None
         column, its = found
-        numbers = self.constant_column(equation.invars[1], column)
+        numbers: Any = self.constant_column(equation.invars[1], column)
         size = shape_of(equation.invars[0].aval)[rows.axis]
-        for d, label in enumerate(its.ins[1][:-1] if numbers is not None else ()):
-            by_d = np.moveaxis(np.asarray(numbers), d, -1)
-            is_count = by_d.shape[-1] == size and np.all(by_d == np.arange(size))
-            if not is_count or label in its.ins[0]:  # by another dimension of the operand
+        for d, n in enumerate(np.shape(numbers)):
+            label = its.ins[1][d]
+            is_count = n == size and np.all(np.moveaxis(numbers, d, -1) == np.arange(n))
+            if not is_count or label in its.ins[0]:  # the operand has this label elsewhere
                 continue
             takes = [rows, *along(label, rows.sets, its.ins[1:])]
-            makes = [x or rows for x in along(label, rows.sets, its.outs)]
-            if all(x.may_be_sliced or x.kind == y for x, y in zip(facts, takes, strict=True)):
+            pairs = zip(facts, takes, strict=True)
+            if all(x.may_be_sliced or x.kind == y for x, y in pairs):
+                makes = [x or rows for x in along(label, rows.sets, its.outs)]
                 return Step(equation, makes, takes)
         return None
 
@@ -357,26 +377,23 @@ class Program:
         if not is_variable(x):
             return True
         step = self.made_by.get(x)
-        return step is not None and all(map(self.is_made_of_nothing, step.equation.invars))
+        if step is None:
+            return False
+        return all(map(self.is_made_of_nothing, step.equation.invars))
 
     # Equations with programs inside.
 
-    def body(
-        self, jaxpr: Jaxpr, kinds: Sequence[Kind], *, is_derivative: bool = False
-    ) -> "Program":
+    def body(self, jaxpr: Jaxpr, kinds: Kinds, is_derivative: bool = False) -> "Program":
         """Returns the program of a body, for operands of these kinds."""
         facts = [Fact(kind, is_free=True) for kind in kinds]
-        return Program(jaxpr, facts, self.sets, True, is_derivative or self._is_derivative)
+        is_derivative |= self._is_derivative
+        return Program(jaxpr, facts, self.sets, True, is_derivative)
 
-    def kinds_of(self, atoms: Iterable[Atom]) -> list[Kind]:
-        """Returns the kinds of values."""
-        return [*map(self.kind, atoms)]
-
-    def _checkpoint(self, equation: Equation, kinds: list[Kind]) -> Step:
+    def _checkpoint(self, equation: Equation, kinds: Kinds) -> Step:
         body = self.body(jaxprs.jaxpr_of_call(equation), kinds)
-        return Step(equation, body.kinds_of(body.results), slices(kinds), [body])
+        return Step(equation, body.made, slices(kinds), [body])
 
-    def _scan(self, equation: Equation, kinds: list[Kind]) -> Step | None:
+    def _scan(self, equation: Equation, kinds: Kinds) -> Step | None:
         scan: Any = jaxprs.scan_of(equation)
         n, first = scan.constants, scan.constants + scan.carries
         stacks = kinds[first:]
@@ -385,24 +402,22 @@ class Program:
             rows: set[Any] = {x for x in stacks if x not in SHARED}
             if scan.carries or len(rows) != 1 or not {*kinds[:n]} <= {*SHARED}:
                 return None
-            return Step(
-                equation, [*rows] * len(equation.outvars), [None] * n + [*rows] * len(stacks)
-            )
+            takes = [None] * n + [*rows] * len(stacks)
+            return Step(equation, [*rows] * len(equation.outvars), takes)
         # 2. Others: the axis of examples is one less in a slice of a stack.
         inside = [_moved(x, -1) for x in stacks]
         carry, body = self._until_kept(scan.body, kinds[:n], kinds[n:first], inside)
-        stacked = [_moved(x, 1) for x in body.kinds_of(body.results[scan.carries :])]
+        stacked = [_moved(x, 1) for x in body.made[scan.carries :]]
         takes = slices([*kinds[:n], *carry, *stacks])
         return Step(equation, [*carry, *stacked], takes, [body])
 
     def _until_kept(
-        self, jaxpr: Jaxpr, constants: list[Kind], carry: list[Kind], stacks: list[Kind]
-    ) -> tuple[list[Kind], "Program"]:
+        self, jaxpr: Jaxpr, constants: Kinds, carry: Kinds, stacks: Kinds
+    ) -> tuple[Kinds, "Program"]:
         """Returns the kinds of a carry that a body keeps, and the body."""
         while True:
             body = self.body(jaxpr, [*constants, *carry, *stacks])
-            made = body.kinds_of(body.results[: len(carry)])
-            new = [*map(either, carry, made)]
+            new = [*map(either, carry, body.made[: len(carry)])]
             if new == carry:
                 return carry, body
             carry = new
@@ -412,9 +427,8 @@ class Program:
             return None
         kinds = [x.kind for x in facts[1:]]
         bodies = [self.body(x, kinds) for x in jaxprs.branches_of(equation)]
-        made = zip(*(x.kinds_of(x.results) for x in bodies), strict=True)
-        takes = [None, *slices(kinds)]
-        return Step(equation, [functools.reduce(either, x) for x in made], takes, bodies)
+        made = [functools.reduce(either, x) for x in zip(*(x.made for x in bodies), strict=True)]
+        return Step(equation, made, [None, *slices(kinds)], bodies)
 
     def _while(self, equation: Equation, facts: list[Fact]) -> Step | None:
         loop: Any = jaxprs.while_of(equation)
@@ -425,10 +439,10 @@ class Program:
             # 1. The kinds that the body keeps, and that of the condition.
             carry, body = self._until_kept(loop.body, kinds[n:m], carry, [])
             goes_on = self.body(loop.condition, [*kinds[:n], *carry])
-            of_condition = goes_on.kind(goes_on.results[0])
+            of_condition, takes = goes_on.made[0], slices([*kinds[:m], *carry])
             # 2. The condition must be the same for all, or of the rows that are carried.
             if of_condition in SHARED or {*carry} == {of_condition}:
-                return Step(equation, carry, slices([*kinds[:m], *carry]), [goes_on, body])
+                return Step(equation, carry, takes, [goes_on, body])
             # 3. A condition of rows goes on for each row alone, so that all which it carries are rows. Look again.
             new = [of_condition if x in SHARED else x for x in carry]
             if not isinstance(of_condition, Rows) or new == carry:
@@ -448,7 +462,7 @@ class Program:
             start += len(constants)
             if function is not None:
                 programs.append(self.body(function, [*constants, *right]))
-        if any(x.kinds_of(x.results) != right for x in programs):
+        if any(x.made != right for x in programs):
             return None
         return Step(equation, right, slices([*kinds[:start], *right]), programs)
 
@@ -457,7 +471,7 @@ class Program:
     def _custom(self, equation: Equation, facts: list[Fact]) -> Step | None:
         kinds = [x.kind for x in facts]
         body = self.body(jaxprs.jaxpr_of_call(equation), kinds)
-        made = body.kinds_of(body.results)
+        made = body.made
         # 1. Nobody differentiates it, so it is a function like others.
         if self._is_derivative or not any(x.is_free for x in facts):
             return Step(equation, made, slices(kinds), [body])
@@ -476,30 +490,31 @@ class Program:
         return Step(equation, made, programs=[body], is_once=True) if is_once else None
 
     def derivative(
-        self, equation: Equation, kinds: list[Kind], made: list[Kind]
-    ) -> tuple[list[Kind], list["Program"]]:
+        self, equation: Equation, kinds: Kinds, made: Kinds
+    ) -> tuple[Kinds, list["Program"]]:
         """Returns the kinds of the operands, and the programs of a derivative. There are none if it mixes examples."""
         smooth, results = smooth_of(equation)
         # 1. A custom_jvp: tangents must have the kinds of the results.
         if jaxprs.is_custom_jvp(equation):
             jaxpr = jaxprs.tangent_program(equation, smooth, results)
-            program = self.body(jaxpr, [*kinds, *(kinds[i] for i in smooth)], is_derivative=True)
+            tangents = [kinds[i] for i in smooth]
+            program = self.body(jaxpr, [*kinds, *tangents], is_derivative=True)
             wanted = [*made, *(made[i] for i in results)]
-            is_right = all(map(_stands_for, program.kinds_of(program.results), wanted))
+            is_right = all(map(_stands_for, program.made, wanted))
             return kinds, [program] if is_right else []
         # 2. A custom_vjp: the cotangents of the results have dual kinds. Find those of the gradients until they stay.
         forward, backward = jaxprs.cotangent_programs(equation, smooth, results)
         of_results = [_dual(made[i]) for i in results]
         while True:
             first = self.body(forward, kinds, is_derivative=True)
-            residuals = first.kinds_of(first.results[len(made) :])
+            residuals = first.made[len(made) :]
             second = self.body(backward, [*residuals, *of_results], is_derivative=True)
-            gradients = dict(zip(smooth, second.kinds_of(second.results), strict=True))
+            gradients = dict(zip(smooth, second.made, strict=True))
             # A constant with an axis of examples, such as zeros, is sliced, because its gradient is.
-            new = [
-                gradients[i] if x in SHARED and isinstance(gradients.get(i), Rows) else x
-                for i, x in enumerate(kinds)
-            ]
+            new = [*kinds]
+            for i, x in gradients.items():
+                if kinds[i] in SHARED and isinstance(x, Rows):
+                    new[i] = x
             if new == kinds:
                 break
             kinds = new
@@ -581,11 +596,8 @@ def is_inexact(aval: Any) -> bool:
 def smooth_of(equation: Equation) -> tuple[list[int], list[int]]:
     """Returns which operands and which results have derivatives."""
     first = jaxprs.count_closed_over(equation)
-    smooth, results = (
-        [i for i, x in enumerate(y) if is_inexact(x.aval)]
-        for y in (equation.invars, equation.outvars)
-    )
-    return [i for i in smooth if i >= first], results
+    operands = [i for i, x in enumerate(equation.invars) if i >= first and is_inexact(x.aval)]
+    return operands, [i for i, x in enumerate(equation.outvars) if is_inexact(x.aval)]
 
 
 def made_by(steps: Sequence[Step]) -> list[Var]:

@@ -22,8 +22,9 @@ from shrewjax._division.kinds import Program, Slices, Step, smooth_of
 from shrewjax._division.plan import Plan, Task
 from shrewjax._division.rows import Rows, Sizes
 from shrewjax._programs import jaxprs
-from shrewjax._programs.jaxprs import Atom, is_variable, shape_of
+from shrewjax._programs.jaxprs import Atom, Equation, is_variable
 
+Leaves: TypeAlias = list[Leaf]
 Env: TypeAlias = dict[tuple[Atom, Rows | None], Leaf]
 
 
@@ -74,9 +75,9 @@ class MicroBatch:
                 continue
             pairs = zip(equation.invars, task.takes, strict=True)
             made = self._made(task, [self.read(env, x, rows) for x, rows in pairs])
-            env.update(zip(zip(equation.outvars, task.makes, strict=True), made, strict=True))
+            env.update(zip(task.results(), made, strict=True))
 
-    def _of(self, program: Program, wanted: Slices, *operands: Leaf) -> list[Leaf]:
+    def _of(self, program: Program, wanted: Slices, *operands: Leaf) -> Leaves:
         """Returns slices of a body's results, from its arguments, which are sliced by their kinds."""
         env: Env = {(x, None): y for x, y in program.constants.items()}
         for x, y in zip(program.arguments, operands, strict=True):
@@ -85,7 +86,7 @@ class MicroBatch:
         self.run(Plan(program, pairs).loop, env)
         return [self.read(env, x, rows) for x, rows in pairs]
 
-    def _made(self, task: Task, given: list[Leaf]) -> Sequence[Leaf]:
+    def _made(self, task: Task, given: Leaves) -> Sequence[Leaf]:
         step, takes, makes = task
         equation = step.equation
         # 1. A cast that makes a value vary over devices is made anew, because the operand may vary already.
@@ -108,46 +109,49 @@ class MicroBatch:
         with contextlib.nullcontext() if self.mapped else jaxprs.context_of(equation):
             return self._nested(task, given)
 
-    def _run(self, equation: jaxprs.Equation, operands: list[Leaf]) -> Sequence[Leaf]:
+    def _run(self, equation: Equation, operands: Leaves) -> Sequence[Leaf]:
         if self.mapped:
-            equation = jaxprs.inside_shard_map(equation, jaxprs.context_here(), self.mapped)
+            here = jaxprs.context_here()
+            equation = jaxprs.inside_shard_map(equation, here, self.mapped)
         return jaxprs.run_equation(equation, operands)
 
-    def _resized(self, task: Task, given: list[Leaf]) -> tuple[jaxprs.Equation, list[Leaf]]:
+    def _resized(self, task: Task, given: Leaves) -> tuple[Equation, Leaves]:
         """Returns the equation in a micro-batch's sizes, and its operands."""
-        step, takes, makes = task
-        equation, bounds = step.equation, {}
+        (step, takes, makes), bounds = task, {}
+        ins, outs = labels.shapes_of(step.equation)
         if takes and takes[0]:
-            bounds = takes[0].bounds(shape_of(equation.invars[0].aval), self.sizes)
+            bounds = takes[0].bounds(ins[0], self.sizes)
             # Rows that are asked for their own elements are numbered from 0 on there.
-            own_rows = labels.of_own_rows(equation, takes[0].axis)
+            own_rows = labels.of_own_rows(step.equation, takes[0].axis)
             if own_rows and takes[1]:
-                numbers, (column, _) = given[1], own_rows
-                own = lax.broadcasted_iota(numbers.dtype, numbers.shape[:-1], takes[1].axis)
+                numbers, axis, (column, _) = given[1], takes[1].axis, own_rows
+                own = lax.broadcasted_iota(numbers.dtype, numbers.shape[:-1], axis)
                 given = [given[0], numbers.at[..., column].set(own), *given[2:]]
-        shapes = [(shape_of(x.aval), rows) for x, rows in zip(equation.outvars, makes, strict=True)]
-        outs = [rows.shape(x, self.sizes) if rows else x for x, rows in shapes]
-        return labels.resized(equation, [x.shape for x in given], outs, bounds), given
+        pairs = zip(outs, makes, strict=True)
+        outs = [rows.shape(x, self.sizes) if rows else x for x, rows in pairs]
+        return labels.resized(step.equation, [x.shape for x in given], outs, bounds), given
 
-    def _scan(self, task: Task, given: list[Leaf]) -> list[Leaf]:
+    def _scan(self, task: Task, given: Leaves) -> Leaves:
         step, takes, makes = task
         scan: Any = jaxprs.scan_of(step.equation)
         n, first, length = scan.constants, scan.constants + scan.carries, scan.length
         body: Function = jaxprs.function_of(scan.body)
         if step.programs:
             inside = [x and x._replace(axis=x.axis - 1) for x in makes[scan.carries :]]
-            body = functools.partial(self._of, step.programs[0], [*takes[n:first], *inside])
+            wanted = [*takes[n:first], *inside]
+            body = functools.partial(self._of, step.programs[0], wanted)
         elif any(takes):  # a scan over examples
             length = None
 
-        def trip(carry: list[Leaf], slices: list[Leaf]) -> tuple[list[Leaf], list[Leaf]]:
+        def trip(carry: Leaves, slices: Leaves) -> tuple[Leaves, Leaves]:
             made = body(*given[:n], *carry, *slices)
             return [*made[: scan.carries]], [*made[scan.carries :]]
 
-        carry, stacked = lax.scan(trip, given[n:first], given[first:], length, **scan.options)
+        start, stacks = given[n:first], given[first:]
+        carry, stacked = lax.scan(trip, start, stacks, length, **scan.options)
         return [*carry, *stacked]
 
-    def _nested(self, task: Task, given: list[Leaf]) -> list[Leaf]:
+    def _nested(self, task: Task, given: Leaves) -> Leaves:
         (step, takes, makes), equation = task, task.step.equation
         if jaxprs.branches_of(equation):
             branches = [functools.partial(self._of, x, makes) for x in step.programs]
@@ -164,13 +168,14 @@ class MicroBatch:
             run = functools.partial(self._of, step.programs[0], makes)
             return jax.checkpoint(run, **jaxprs.options_of_checkpoint(equation))(*given)
         if jaxprs.brings_derivative(equation):
-            custom = self._custom_jvp if jaxprs.is_custom_jvp(equation) else self._custom_vjp
+            is_jvp = jaxprs.is_custom_jvp(equation)
+            custom = self._custom_jvp if is_jvp else self._custom_vjp
             return custom(task)(self.positions, *given)
         if jaxprs.linear_solve_of(equation):
             return self._linear_solve(step, makes, given)
         return self._while(step, takes, given)
 
-    def _linear_solve(self, step: Step, makes: Slices, given: list[Leaf]) -> list[Leaf]:
+    def _linear_solve(self, step: Step, makes: Slices, given: Leaves) -> Leaves:
         solve: Any = jaxprs.linear_solve_of(step.equation)
         programs, functions, start = iter(step.programs), dict[str, Any](), 0
         for name, count in solve.constants.items():
@@ -180,27 +185,25 @@ class MicroBatch:
                 of = functools.partial(self._of, next(programs), makes, *constants)
                 # The values come last: JAX passes a product before the right-hand side.
                 functions[name] = lambda *x, of=of: of(*x[-1])
-        names = "solve", "transpose_solve"
-        return lax.custom_linear_solve(
-            functions["matvec"], given[start:], *map(functions.get, names)
-        )
+        solves: Any = [functions.get(x) for x in ("solve", "transpose_solve")]
+        return lax.custom_linear_solve(functions["matvec"], given[start:], *solves)
 
-    def _while(self, step: Step, takes: Slices, given: list[Leaf]) -> list[Leaf]:
+    def _while(self, step: Step, takes: Slices, given: Leaves) -> Leaves:
         condition, body = step.programs
         loop: Any = jaxprs.while_of(step.equation)
         n, m = loop.of_condition, loop.of_condition + loop.of_body
         rows = condition.slice(condition.results[0])
 
-        def goes_on(carry: list[Leaf]) -> Leaf:
+        def goes_on(carry: Leaves) -> Leaf:
             return self._of(condition, [rows], *given[:n], *carry)[0]
 
-        def turn(carry: list[Leaf]) -> list[Leaf]:
+        def turn(carry: Leaves) -> Leaves:
             made = self._of(body, takes[m:], *given[n:m], *carry)
             if rows is None:
                 return made
             # Rows that have stopped stay as they are.
-            of_rows = goes_on(carry)
-            go = [jnp.expand_dims(of_rows, [*range(of_rows.ndim, x.ndim)]) for x in made]
+            on = goes_on(carry)
+            go = [jnp.expand_dims(on, [*range(on.ndim, x.ndim)]) for x in made]
             return [*map(jnp.where, go, made, carry)]
 
         return lax.while_loop(lambda carry: jnp.any(goes_on(carry)), turn, given[m:])
@@ -217,7 +220,7 @@ class MicroBatch:
         count = len(makes)
 
         @jax.custom_jvp
-        def run(positions: Any, *operands: Leaf) -> list[Leaf]:
+        def run(positions: Any, *operands: Leaf) -> Leaves:
             return self._at(positions)._of(step.programs[0], makes, *operands)
 
         @run.defjvp
@@ -238,7 +241,7 @@ class MicroBatch:
         count = len(makes)
 
         @jax.custom_vjp
-        def run(positions: Any, *operands: Leaf) -> list[Leaf]:
+        def run(positions: Any, *operands: Leaf) -> Leaves:
             return self._at(positions)._of(step.programs[0], makes, *operands)
 
         def forward(positions: Any, *operands: Leaf) -> Any:
@@ -247,7 +250,7 @@ class MicroBatch:
             made = self._at(positions)._of(program, [*makes, *residuals], *operands)
             return made[:count], (positions, made[count:])
 
-        def backward(saved: Any, cotangents: list[Leaf]) -> Any:
+        def backward(saved: Any, cotangents: Leaves) -> Any:
             positions, residuals = saved
             _, program = _derivative(step)
             given = *residuals, *(cotangents[i] for i in results)
@@ -264,7 +267,7 @@ def _derivative(step: Step) -> Sequence[Program]:
         return step.derivative
     (body,) = step.programs
     kinds = body.kinds_of(body.arguments)
-    its_kinds, programs = body.derivative(step.equation, kinds, body.kinds_of(body.results))
+    its_kinds, programs = body.derivative(step.equation, kinds, body.made)
     if not programs or its_kinds != kinds:
         raise ValueError(
             "the second derivative of a jax.custom_vjp or custom_jvp must not mix examples. Pass micro_batches=1"
@@ -274,7 +277,8 @@ def _derivative(step: Step) -> Sequence[Program]:
 
 def function_of_steps(
     steps: Sequence[Step], arguments: Sequence[Atom], results: Sequence[Atom]
-) -> Callable[..., list[Leaf]]:
+) -> Callable[..., Leaves]:
     """Returns what steps make of the whole batch, as a function of these values."""
-    run = jaxprs.function_of(jaxprs.program_of([x.equation for x in steps], arguments, results))
+    equations = [x.equation for x in steps]
+    run = jaxprs.function_of(jaxprs.program_of(equations, arguments, results))
     return lambda *values: [*run(*values)]

@@ -86,7 +86,8 @@ class Plan:
         # are no smaller. Otherwise it runs after the loop, too.
         read = [x for x in outs if x in self._whole]
         kinds = {*program.kinds_of(read)}
-        if MIXED not in kinds and not kinds <= {*SHARED} and not self._is_smaller_before(step):
+        can_be_frontier = MIXED not in kinds and not kinds <= {*SHARED}
+        if can_be_frontier and not self._is_smaller_before(step):
             self.frontier += read
             self._want((x, program.slice(x)) for x in read)
         elif read:
@@ -103,7 +104,8 @@ class Plan:
 
     def _add_data(self, step: Step) -> None:
         self._add_tasks(step)
-        if not self._whole.union(self._once).isdisjoint(step.equation.outvars) or step.only_prints:
+        is_read = not self._whole.union(self._once).isdisjoint(step.equation.outvars)
+        if is_read or step.only_prints:
             self._add(self.before, step, self._whole)
 
     def _add(self, part: list[Step], step: Step, reads: set[Var]) -> None:
@@ -147,39 +149,40 @@ class Plan:
 
     def _task(self, step: Step, at: int, rows: Rows | None) -> Task | None:
         """Returns the task that makes a slice of a result, or None if it is sliced from the whole, as data may be."""
-        x = step.equation.outvars[at]
-        by_kinds = Task(step, step.takes or [None] * len(step.equation.invars), step.makes)
+        x, takes = step.equation.outvars[at], step.takes
+        by_kinds = Task(step, takes or [None] * len(step.equation.invars), step.makes)
         # 1. A value that depends on examples is made by the slices that were found.
         is_own = step.is_free and rows == step.makes[at]
         if is_own or not self.program.fact(x).may_be_sliced:
             return by_kinds
         # 2. Of others, any slice may be made, unless somebody needs the whole.
         is_whole = None in self._slices[x] or (x in self._whole and not step.is_free)
-        found = None if rows is None or is_whole else self._slices_for(step, at, rows)
+        found = None if rows is None or is_whole else self._task_by_result(step, at, rows)
         if found:
-            return Task(step, *found)
+            return found
         # 3. Otherwise the whole: the loop makes what is free, and data is wanted from before the loop.
         return by_kinds if step.is_free else None
 
-    def _slices_for(self, step: Step, at: int, rows: Rows) -> tuple[Slices, Slices] | None:
-        """Returns what a micro-batch takes of the operands to make a slice of a result, and what it makes then."""
+    def _task_by_result(self, step: Step, at: int, rows: Rows) -> Task | None:
+        """Returns the task that makes a slice of a result, from slices of the operands, or None if there is none."""
         equation = step.equation
         if step.takes is not None and step.makes[at] == rows:
-            return step.takes, step.makes
+            return Task(step, step.takes, step.makes)
         ins, outs = labels.shapes_of(equation)
         if labels.is_draw(equation) and not ins[0]:
             # Slices of what other generators draw are no part of the whole, so there may be one.
             is_one = len(self._slices[equation.outvars[0]]) == 1
-            return ([None], [rows]) if is_one or labels.is_drawn_by_position(equation) else None
+            can_part = is_one or labels.is_drawn_by_position(equation)
+            return Task(step, [None], [rows]) if can_part else None
         if labels.is_reshape(equation):
             before = rows.reshaped(outs[0], ins[0])
-            return before and ([before], [rows])
+            return Task(step, [before], [rows]) if before else None
         its = labels.labels_of(equation)
         label = its and its.outs[at][rows.axis]
         if its is None or label is None or not rows.fits(outs[at]):
             return None
         takes, makes = (along(label, rows.sets, x) for x in (its.ins, its.outs))
-        return None if None in makes else (takes, makes)
+        return None if None in makes else Task(step, takes, makes)
 
 
 def size_of(x: Atom) -> int:

@@ -143,16 +143,18 @@ def described(plan: Plan, fun: Function, sizes: str, passes: str) -> str:
             what = "rows" if program.slice(x) else "a sum"
         return f"{jaxprs.short_type(x)}, {what}: {line_of(program.made_by[x], fun)}"
 
-    def part(name: str, text: str, lines: Iterable[str] = ()) -> list[str]:
-        return [f"{name:8}{text}", *(f"{'':8}{x}" for x in dict.fromkeys(lines))]
+    def indented(lines: Iterable[str]) -> list[str]:
+        return [f"{'':8}{x}" for x in dict.fromkeys(lines)]
 
-    whole = "of the whole batch"
     lines = [
-        *part("before", f"{_operations(plan.before)} {whole}", map(kept, of_data)),
-        *part("loop", f"{_operations(plan.loop)}, {sizes}, {passes}"),
-        *part("", f"{share_in_loop(plan):.0%} of the bytes that are computed"),
-        *part("kept", whole, map(kept, plan.frontier)),
-        *part("after", f"{_operations(plan.after)} {whole}", [line_of(x, fun) for x in plan.after]),
+        f"before  {_operations(plan.before)} of the whole batch",
+        *indented(map(kept, of_data)),
+        f"loop    {_operations(plan.loop)}, {sizes}, {passes}",
+        f"        {share_in_loop(plan):.0%} of the bytes that are computed",
+        "kept    of the whole batch",
+        *indented(map(kept, plan.frontier)),
+        f"after   {_operations(plan.after)} of the whole batch",
+        *indented(line_of(x, fun) for x in plan.after),
     ]
     return "\n".join(lines)
 
