@@ -25,9 +25,11 @@ def part_of_draw(equation: Equation, key: Leaf, rows: Rows, batch: Any) -> Leaf:
     """Returns the random bits of the examples of a `MicroBatch`."""
     shape = shape_of(equation.outvars[0].aval)
     if labels.is_drawn_by_position(equation):
-        return _threefry_bits(key, equation.params["bit_width"], _positions(shape, rows, batch))
+        positions = _positions(shape, rows, batch)
+        return _threefry_bits(key, equation.params["bit_width"], positions)
     first = batch.positions[rows.sets[0]][0]
-    own = equation.replace(params=equation.params | {"shape": rows.shape(shape, batch.sizes)})
+    params = equation.params | {"shape": rows.shape(shape, batch.sizes)}
+    own = equation.replace(params=params)
     return jaxprs.run_equation(own, [jax.random.fold_in(key, first)])[0]
 
 
@@ -35,9 +37,8 @@ def _positions(shape: Sequence[int], rows: Rows, batch: Any) -> jax.Array:
     """Returns, for each element of a micro-batch, its number in the whole array."""
     positions = jnp.zeros((), jnp.uint32)
     for axis, size in enumerate(shape):
-        along = lax.broadcasted_iota(
-            jnp.uint32, [size if d == axis else 1 for d in range(len(shape))], axis
-        )
+        dims = [size if d == axis else 1 for d in range(len(shape))]
+        along = lax.broadcasted_iota(jnp.uint32, dims, axis)
         along = batch.part(along, rows) if axis == rows.axis else along
         positions = positions * np.uint32(size) + along
     return positions
@@ -46,8 +47,10 @@ def _positions(shape: Sequence[int], rows: Rows, batch: Any) -> jax.Array:
 def _threefry_bits(key: Leaf, width: int, positions: jax.Array) -> jax.Array:
     first, second = jax.random.key_data(key)
     operands = first, second, jnp.zeros_like(positions), positions
-    high, low = threefry2x32_p.bind(*(jnp.broadcast_to(x, positions.shape) for x in operands))
+    wide = [jnp.broadcast_to(x, positions.shape) for x in operands]
+    high, low = threefry2x32_p.bind(*wide)
     dtype = jnp.dtype(f"uint{width}")
     if width == 64:
-        return lax.shift_left(high.astype(dtype), np.asarray(32, dtype)) | low.astype(dtype)
+        high = lax.shift_left(high.astype(dtype), np.asarray(32, dtype))
+        return high | low.astype(dtype)
     return (high ^ low).astype(dtype)

@@ -56,6 +56,7 @@ SAME, ZERO, SUM, MIXED = WithoutRows
 SHARED = SAME, ZERO
 Kind: TypeAlias = Rows | WithoutRows
 Kinds: TypeAlias = list[Kind]
+Calls: TypeAlias = tuple[Equation, ...]
 Slices: TypeAlias = Sequence[Rows | None]
 """What a micro-batch takes, or makes, of each value: a part of it, or None for the whole."""
 
@@ -105,7 +106,7 @@ class Step:
     derivative: Sequence["Program"] = ()
     is_once: bool = False
     is_free: bool = True
-    calls: tuple[Equation, ...] = ()
+    calls: Calls = ()
 
     @property
     def makes(self) -> Slices:
@@ -198,9 +199,7 @@ class Program:
 
     # Steps.
 
-    def _add(
-        self, jaxpr: Jaxpr, operands: Sequence[Atom], calls: tuple[Equation, ...]
-    ) -> list[Atom]:
+    def _add(self, jaxpr: Jaxpr, operands: Sequence[Atom], calls: Calls) -> list[Atom]:
         """Adds the equations of a jaxpr, with those of its calls in their place. Returns its results."""
         known: dict[Var, Atom] = dict(zip(opened(jaxpr).invars, operands, strict=True))
         constants = zip(opened(jaxpr).constvars, jaxprs.constants_of(jaxpr), strict=True)
@@ -219,7 +218,7 @@ class Program:
             known.update(zip(equation.outvars, made, strict=True))
         return [*map(read, opened(jaxpr).outvars)]
 
-    def _put(self, equation: Equation, calls: tuple[Equation, ...]) -> Jaxpr | None:
+    def _put(self, equation: Equation, calls: Calls) -> Jaxpr | None:
         """Adds a step and returns None. Or returns a jaxpr to be added in its place, of which a part can be divided."""
         facts = [*map(self.fact, equation.invars)]
         is_free = self._is_inside or any(x.is_free for x in facts)

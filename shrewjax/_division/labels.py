@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shrewjax._base.types import Leaf
 from shrewjax._programs import jaxprs
 from shrewjax._programs.jaxprs import Atom, Equation, shape_of
 
@@ -45,7 +44,8 @@ class Given(NamedTuple):
     def in_place(self, lost: Sequence[int] = ()) -> Labels:
         """Dimensions keep their places, and the lost ones cannot be divided. Scalars have none."""
         dims = [None if d in lost else d for d in range(len(self.ins[0]))]
-        return Labels([dims if len(x) else () for x in self.ins], [dims] * len(self.outs))
+        ins = [dims if len(x) else () for x in self.ins]
+        return Labels(ins, [dims] * len(self.outs))
 
     def first(self, count: int) -> Labels:
         """Dimensions keep their places, and only the first ones can be divided."""
@@ -145,7 +145,8 @@ def _transpose(given: Given) -> Labels:
 
 
 def _pad(given: Given) -> Labels:
-    return given.in_place([d for d, x in enumerate(given.params["padding_config"]) if any(x)])
+    padding = given.params["padding_config"]
+    return given.in_place([d for d, x in enumerate(padding) if any(x)])
 
 
 def _stack(given: Given) -> Labels:
@@ -161,7 +162,8 @@ def _taken_whole(given: Given) -> Labels:
 
 def _dot(given: Given) -> Labels:
     contracted, batched = given.params["dimension_numbers"]
-    labels: list[list[Label]] = [[(i, d) for d in range(len(x))] for i, x in enumerate(given.ins)]
+    sides = enumerate(given.ins)
+    labels: list[list[Label]] = [[(i, d) for d in range(len(x))] for i, x in sides]
     for left, right in [*zip(*contracted, strict=True), *zip(*batched, strict=True)]:
         labels[1][right] = labels[0][left]
     shared, summed = ([labels[0][d] for d in dims[0]] for dims in (batched, contracted))
@@ -171,13 +173,13 @@ def _dot(given: Given) -> Labels:
 
 def _conv(given: Given) -> Labels:
     """Labels examples, and the input's features, over which it sums: a kernel's gradient has examples there."""
-    (batch, feature, *_), (_, in_feature, *_), (out_batch, *_) = given.params["dimension_numbers"]
+    (batch, feature, *_), of_right, of_out = given.params["dimension_numbers"]
     nothing: list[Label] = [None] * len(given.ins[0])
     left, right, out = [*nothing], [*nothing], [*nothing]
     if given.params["batch_group_count"] == 1:
-        left[batch] = out[out_batch] = "examples"
+        left[batch] = out[of_out[0]] = "examples"
         if given.params["feature_group_count"] == 1:
-            left[feature] = right[in_feature] = "features"
+            left[feature] = right[of_right[1]] = "features"
     return Labels([left, right], [out], ["features"])
 
 
@@ -214,14 +216,15 @@ def _of_lookup(given: Given, shape: Shape) -> list[Dims]:
     of_indices: list[Label] = [("index", d) for d in range(len(indices) - 1)]
     # 1. A dimension of the operand can be divided if windows take all of it, or if it numbers what the indices do.
     of_operand: list[Label] = [None] * len(operand)
-    in_window = [d for d in range(len(operand)) if d not in (*its.single, *its.batching)]
-    for d, place in zip(in_window, its.windows, strict=True):
+    lost, windows = {*its.single, *its.batching}, its.windows
+    in_window = [d for d in range(len(operand)) if d not in lost]
+    for d, place in zip(in_window, windows, strict=True):
         of_operand[d] = ("window", d) if shape[place] == operand[d] else None
     for d, i in zip(its.batching, its.batching_indices, strict=True):
         of_operand[d] = of_indices[i]
     # 2. The result has dimensions of windows and of indices, each in their order.
     by_window, by_index = iter([of_operand[d] for d in in_window]), iter(of_indices)
-    of_shape = [next(by_window if d in its.windows else by_index) for d in range(len(shape))]
+    of_shape = [next(by_window if d in windows else by_index) for d in range(len(shape))]
     return [of_operand, [*of_indices, None], of_shape]
 
 
@@ -309,7 +312,8 @@ _RULES: list[tuple[Rule, str]] = [
     (_gather, "gather"),
     (_scatter, "scatter scatter-mul scatter-min scatter-max"),
     (_scatter_add, "scatter-add scatter-sub"),
-    (_leading(2), "cholesky lu qr eigh eig svd fft schur householder_product hessenberg"),
+    (_leading(2), "cholesky lu qr eigh eig svd fft schur"),
+    (_leading(2), "householder_product hessenberg"),
     (_triangular_solve, "triangular_solve"),
     (_leading(1), "tridiagonal_solve lu_pivots_to_permutation"),
     (_prefix, "random_bits random_split random_wrap random_unwrap random_gamma"),
@@ -376,13 +380,14 @@ def sums_from_zero(equation: Equation, is_first_zero: bool) -> bool:
     return is_first_zero or equation.primitive.name not in jaxprs.SCATTER_ADDS
 
 
-def is_linear(equation: Equation, is_sum: Sequence[bool], is_zero: Sequence[bool]) -> bool:
+def is_linear(equation: Equation, is_sum: list[bool], is_zero: list[bool]) -> bool:
     """Returns whether results are linear in the operands that are sums, with the others given.
 
     A sum must keep its digits: no integer division, no cast to fewer, no sum of rounded numbers.
     """
     name, result = equation.primitive.name, equation.outvars[0]
-    dtype, are_terms = result.aval.dtype, [x or y for x, y in zip(is_sum, is_zero, strict=True)]
+    dtype = result.aval.dtype
+    are_terms = [x or y for x, y in zip(is_sum, is_zero, strict=True)]
     if not all(map(_keeps_digits, (*equation.invars, result))):
         return False
     if name == "convert_element_type":
@@ -439,8 +444,9 @@ def of_own_rows(equation: Equation, axis: int) -> tuple[int, Labels] | None:
 
     None if the equation does not take one element of that axis for each index.
     """
-    its = labels_of(equation)
-    if its is None or _LABELS[equation.primitive.name] not in (_gather, _scatter, _scatter_add):
+    is_lookup = _LABELS.get(equation.primitive.name) in (_gather, _scatter, _scatter_add)
+    its = labels_of(equation) if is_lookup else None
+    if its is None:
         return None
     lookup = _Lookup(*equation.params["dimension_numbers"])
     is_single = axis in lookup.columns and axis in lookup.single
@@ -450,9 +456,7 @@ def of_own_rows(equation: Equation, axis: int) -> tuple[int, Labels] | None:
 # Other sizes.
 
 
-def resized(
-    equation: Equation, ins: Sequence[Shape], outs: Sequence[Shape], bounds: dict[int, int]
-) -> Equation:
+def resized(equation: Equation, ins: Shapes, outs: Shapes, bounds: dict[int, int]) -> Equation:
     """Returns the equation for operands and results of these shapes. All other parameters stay as they are.
 
     `bounds` are the ends of blocks along the axis of the first operand that has another size.
@@ -505,7 +509,7 @@ _BY_NUMPY: dict[str, Callable[..., np.ndarray]] = {
 }
 
 
-def by_numpy(equation: Equation, constant: Callable[[Atom], Leaf | None]) -> np.ndarray | None:
+def by_numpy(equation: Equation, constant: Callable[[Atom], Any]) -> np.ndarray | None:
     """Returns the result of an operation by which indices are made, or None if it is another one, or not constant.
 
     On the host, because the mesh may have no device here.
@@ -527,7 +531,7 @@ def columns_of(equation: Equation) -> Sequence[Atom]:
 
 # Draws, and what the frontier is chosen by.
 
-_CONTRACTIONS = _set("dot_general conv_general_dilated gather ragged_dot_general scatter-add")
+_ACTS = _set("dot_general conv_general_dilated gather ragged_dot_general scatter-add")
 _MOVES = _set(
     """
     transpose reshape broadcast_in_dim squeeze convert_element_type reshard sharding_constraint
@@ -538,7 +542,7 @@ _MOVES = _set(
 
 def contracts(equation: Equation) -> bool:
     """Returns whether weights act by such an operation."""
-    return equation.primitive.name in _CONTRACTIONS
+    return equation.primitive.name in _ACTS
 
 
 def moves(equation: Equation) -> bool:

@@ -3,6 +3,7 @@
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
 import jax
@@ -70,11 +71,8 @@ def check_share(plan: Plan, fun: Function) -> None:
 def _weights_act(program: Program, step: Step) -> bool:
     """Returns whether a step contracts parameters with something else."""
     operands = {*filter(is_variable, step.equation.invars)}
-    weights = {
-        x
-        for x in operands
-        if program.fact(x).is_free and program.kind(x) in SHARED and shape_of(x.aval)
-    }
+    free = {x for x in operands if program.fact(x).is_free and shape_of(x.aval)}
+    weights = {x for x in free if program.kind(x) in SHARED}
     others = [x for x in operands - weights if not program.is_made_of_nothing(x)]
     return bool(weights and others) and _contracts(step.equation)
 
@@ -109,12 +107,13 @@ def line_of(step: Step, fun: Function) -> str:
     file_of_function = getattr(getattr(fun, "__code__", None), "co_filename", "")
 
     def is_users(frame: Frame) -> bool:
-        is_installed = frame.filename.startswith(_INSTALLED) and frame.filename != file_of_function
-        return not is_installed and not frame.filename.startswith(_OURS)
+        name = frame.filename
+        is_installed = name.startswith(_INSTALLED) and name != file_of_function
+        return not is_installed and not name.startswith(_OURS)
 
     # JAX cuts a traceback at a jit, so those of the calls around it count, too.
     equations = step.equation, *step.calls[::-1]
-    frames = [x for equation in equations for x in jaxprs.frames_of(equation) if is_users(x)]
+    frames = [*filter(is_users, chain.from_iterable(map(jaxprs.frames_of, equations)))]
     return frames[0].shown() if frames else step.equation.primitive.name
 
 
@@ -132,7 +131,8 @@ def described(plan: Plan, fun: Function, sizes: str, passes: str) -> str:
     """Returns the text of `print_micro_batches`. `sizes` says how the examples are divided."""
     program = plan.program
     read = {x for task in plan.loop for x, _ in task.reads()}
-    read.update(x for step in plan.after for x in step.equation.invars if is_variable(x))
+    read_after = [x for step in plan.after for x in step.equation.invars]
+    read.update(filter(is_variable, read_after))
     of_data = [x for step in plan.before for x in step.equation.outvars if x in read]
 
     def kept(x: Var) -> str:
