@@ -10,6 +10,7 @@ first scan runs the layers, and stacks these sums. The second one multiplies the
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import jax
@@ -25,11 +26,11 @@ Values: TypeAlias = dict[Atom, Leaf]
 class _Half:
     """Steps of a body, which is a `Program`, as a function of the values that they `read`, by name."""
 
-    def __init__(self, body: Any, steps: Sequence[Any], results: Sequence[Atom]) -> None:
+    def __init__(self, body: Any, steps: list[Any], results: list[Atom]) -> None:
         equations = [step.equation for step in steps]
-        self.reads = jaxprs.read_by(equations, results)
-        self._constants = body.constants
-        self._run = jaxprs.function_of(jaxprs.program_of(equations, self.reads, results))
+        self.reads, self._constants = jaxprs.read_by(equations, results), body.constants
+        program = jaxprs.program_of(equations, self.reads, results)
+        self._run = jaxprs.function_of(program)
 
     def __call__(self, values: Values) -> list[Leaf]:
         known = self._constants | values
@@ -44,8 +45,9 @@ def in_two(equation: Equation, body: Any, is_mixed: Sequence[bool]) -> Jaxpr | N
     scan = jaxprs.scan_of(equation)
     if not (scan or jaxprs.is_checkpoint(equation)):
         return None
-    mixed, kept = ([at for at, x in enumerate(is_mixed) if x == y] for y in (True, False))
-    of_mixed, of_kept = ([body.results[at] for at in places] for places in (mixed, kept))
+    mixed = [at for at, x in enumerate(is_mixed) if x]
+    kept = [at for at, x in enumerate(is_mixed) if not x]
+    of_mixed, of_kept = ([body.results[at] for at in x] for x in (mixed, kept))
     # 1. The second half, from its results back.
     needed = dict.fromkeys(filter(is_variable, of_mixed))
     second: list[Any] = []
@@ -60,23 +62,20 @@ def in_two(equation: Equation, body: Any, is_mixed: Sequence[bool]) -> Jaxpr | N
         return None
     # 3. The second half gets what is rows or a sum, and what the first half carries.
     names = body.arguments[scan.constants :] if scan else []
-    carries = dict(enumerate(names[: scan.carries] if scan else []))
-    stacks = names[len(carries) :]
-    given = [x for x in needed if body.is_divided(x) or x in map(carries.get, kept)]
+    count = scan.carries if scan else 0
+    carries, stacks = names[:count], names[count:]
+    of_first = [x for at, x in enumerate(carries) if at in kept]
+    of_second = [x for at, x in enumerate(carries) if at in mixed]
+    given = [x for x in needed if body.is_divided(x) or x in of_first]
     halves = _Half(body, first, [*of_kept, *given]), _Half(body, second, of_mixed)
-
     # 4. Both, one after the other.
-    def run(half: _Half, places: list[int], stacks: list[Atom], known: Values) -> list[Leaf]:
-        if scan is None:
-            return _checkpoint(equation, half, known)
-        its_carries = [carries[at] for at in places if at in carries]
-        return _scan(scan, half, its_carries, [x for x in stacks if x in half.reads], known)
+    run = partial(_scan, scan) if scan else partial(_checkpoint, equation)
 
     def of_operands(*operands: Leaf) -> list[Leaf]:
         known = dict(zip(body.arguments, operands, strict=True))
-        made = run(halves[0], kept, stacks, known)
+        made = run(halves[0], known, of_first, stacks)
         known.update(zip(given, made[len(kept) :], strict=True))
-        rest = run(halves[1], mixed, [*stacks, *given], known)
+        rest = run(halves[1], known, of_second, [*stacks, *given])
         by_place = dict(zip(kept + mixed, made[: len(kept)] + rest, strict=True))
         return [by_place[at] for at in range(len(by_place))]
 
@@ -84,7 +83,7 @@ def in_two(equation: Equation, body: Any, is_mixed: Sequence[bool]) -> Jaxpr | N
         return jax.make_jaxpr(of_operands)(*(x.aval for x in equation.invars))
 
 
-def _checkpoint(equation: Equation, half: _Half, known: Values) -> list[Leaf]:
+def _checkpoint(equation: Equation, half: _Half, known: Values, *_: Any) -> list[Leaf]:
     names = [x for x in half.reads if x in known]
     of_values = lambda *values: half(dict(zip(names, values, strict=True)))  # noqa: E731
     options = jaxprs.options_of_checkpoint(equation)
@@ -92,10 +91,13 @@ def _checkpoint(equation: Equation, half: _Half, known: Values) -> list[Leaf]:
 
 
 def _scan(
-    scan: jaxprs.Scan, half: _Half, carries: list[Atom], stacks: list[Atom], known: Values
+    scan: jaxprs.Scan, half: _Half, known: Values, carries: list[Atom], stacks: list[Atom]
 ) -> list[Leaf]:
+    stacks = [x for x in stacks if x in half.reads]
+    names = [*carries, *stacks]
+
     def trip(carry: list[Leaf], slices: list[Leaf]) -> tuple[list[Leaf], list[Leaf]]:
-        made = half(known | dict(zip([*carries, *stacks], [*carry, *slices], strict=True)))
+        made = half(known | dict(zip(names, [*carry, *slices], strict=True)))
         return made[: len(carries)], made[len(carries) :]
 
     start, slices = ([known[x] for x in names] for names in (carries, stacks))

@@ -202,8 +202,8 @@ class Program:
     def _add(self, jaxpr: Jaxpr, operands: Sequence[Atom], calls: Calls) -> list[Atom]:
         """Adds the equations of a jaxpr, with those of its calls in their place. Returns its results."""
         known: dict[Var, Atom] = dict(zip(opened(jaxpr).invars, operands, strict=True))
-        constants = zip(opened(jaxpr).constvars, jaxprs.constants_of(jaxpr), strict=True)
-        for x, value in constants:
+        names, values = opened(jaxpr).constvars, jaxprs.constants_of(jaxpr)
+        for x, value in zip(names, values, strict=True):
             known[x] = name = core.Var(x.aval)
             self._facts[name], self.constants[name] = Fact(SAME, is_free=False), value
         read = lambda x: known[x] if is_variable(x) else x  # noqa: E731
@@ -234,7 +234,8 @@ class Program:
         # 2. Record it.
         step.is_free, step.calls = is_free, calls
         self.steps.append(step)
-        is_smooth = any(x.is_smooth for x in facts) and not labels.stops_gradient(equation)
+        stops = labels.stops_gradient(equation)
+        is_smooth = not stops and any(x.is_smooth for x in facts)
         for x, kind in zip(equation.outvars, step.kinds, strict=True):
             self._facts[x] = Fact(kind, is_free, is_smooth and is_inexact(x.aval))
             self.made_by[x] = step
@@ -291,7 +292,8 @@ class Program:
             are_known = all(x.may_be_sliced or x.kind is SUM for x in facts)
             are_sums, are_zeros = ([x is kind for x in kinds] for kind in (SUM, ZERO))
             is_sum = are_known and labels.is_linear(equation, are_sums, are_zeros)
-            return Step(equation, [SUM] * count, [None] * len(kinds)) if is_sum else None
+            found = Step(equation, [SUM] * count, [None] * len(kinds))
+            return found if is_sum else None
         return self._by_labels(equation, facts)
 
     def _by_labels(self, equation: Equation, facts: list[Fact]) -> Step | None:
@@ -426,7 +428,8 @@ class Program:
             return None
         kinds = [x.kind for x in facts[1:]]
         bodies = [self.body(x, kinds) for x in jaxprs.branches_of(equation)]
-        made = [functools.reduce(either, x) for x in zip(*(x.made for x in bodies), strict=True)]
+        by_branch = [x.made for x in bodies]
+        made = [functools.reduce(either, x) for x in zip(*by_branch, strict=True)]
         return Step(equation, made, [None, *slices(kinds)], bodies)
 
     def _while(self, equation: Equation, facts: list[Fact]) -> Step | None:
@@ -594,9 +597,10 @@ def is_inexact(aval: Any) -> bool:
 
 def smooth_of(equation: Equation) -> tuple[list[int], list[int]]:
     """Returns which operands and which results have derivatives."""
+    ins, outs = equation.invars, equation.outvars
     first = jaxprs.count_closed_over(equation)
-    operands = [i for i, x in enumerate(equation.invars) if i >= first and is_inexact(x.aval)]
-    return operands, [i for i, x in enumerate(equation.outvars) if is_inexact(x.aval)]
+    operands = [i for i in range(first, len(ins)) if is_inexact(ins[i].aval)]
+    return operands, [i for i, x in enumerate(outs) if is_inexact(x.aval)]
 
 
 def made_by(steps: Sequence[Step]) -> list[Var]:

@@ -158,12 +158,10 @@ class MicroBatch:
             platforms = jaxprs.platforms_of(equation)
             if platforms is None:
                 return lax.switch(given[0], branches, *given[1:])
-            pairs = [
-                (name, x)
-                for names, x in zip(platforms, branches, strict=True)
-                for name in names or ["default"]
-            ]
-            return lax.platform_dependent(*given[1:], **dict(pairs))
+            by_platform = dict[str, Function]()
+            for names, branch in zip(platforms, branches, strict=True):
+                by_platform |= dict.fromkeys(names or ["default"], branch)
+            return lax.platform_dependent(*given[1:], **by_platform)
         if jaxprs.is_checkpoint(equation):
             run = functools.partial(self._of, step.programs[0], makes)
             return jax.checkpoint(run, **jaxprs.options_of_checkpoint(equation))(*given)
