@@ -56,14 +56,13 @@ class MicroBatch:
 
     def read(self, env: Env, x: Atom, rows: Rows | None) -> Leaf:
         """Returns a slice of a value, or the whole."""
-        whole: Any
-        if not is_variable(x):
-            whole = np.asarray(jaxprs.value_of_literal(x), x.aval.dtype)
-        elif (x, rows) in env:
-            return as_varying(env[x, rows], self.varying)
+        if is_variable(x):
+            found, whole = env.get((x, rows)), env.get((x, None))
         else:
-            whole = env[x, None]
-        return as_varying(self.part(whole, rows) if rows else whole, self.varying)
+            found, whole = None, np.asarray(jaxprs.value_of_literal(x), x.aval.dtype)
+        if found is None:
+            found = self.part(whole, rows) if rows else whole
+        return as_varying(found, self.varying) if self.varying else found
 
     # Programs.
 
