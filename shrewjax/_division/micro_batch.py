@@ -56,10 +56,11 @@ class MicroBatch:
 
     def read(self, env: Env, x: Atom, rows: Rows | None) -> Leaf:
         """Returns a slice of a value, or the whole."""
+        found: Leaf = None
         if is_variable(x):
             found, whole = env.get((x, rows)), env.get((x, None))
         else:
-            found, whole = None, np.asarray(jaxprs.value_of_literal(x), x.aval.dtype)
+            whole = np.asarray(jaxprs.value_of_literal(x), x.aval.dtype)
         if found is None:
             found = self.part(whole, rows) if rows else whole
         return as_varying(found, self.varying) if self.varying else found
