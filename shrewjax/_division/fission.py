@@ -48,19 +48,10 @@ def in_two(equation: Equation, body: Any, is_mixed: Sequence[bool]) -> Jaxpr | N
     mixed = [at for at, x in enumerate(is_mixed) if x]
     kept = [at for at, x in enumerate(is_mixed) if not x]
     of_mixed, of_kept = ([body.results[at] for at in x] for x in (mixed, kept))
-    # 1. The second half, from its results back.
-    needed = dict.fromkeys(filter(is_variable, of_mixed))
-    second: list[Any] = []
-    for step in reversed(body.steps):
-        outs = step.equation.outvars
-        if any(x in needed for x in outs) and not any(map(body.is_divided, outs)):
-            second.insert(0, step)
-            needed |= dict.fromkeys(filter(is_variable, step.equation.invars))
-    # 2. The first half.
-    first = [x for x in body.steps if not x.mixes]
+    first, second, needed = _parts(body, of_mixed)
     if not any(body.is_divided(x) for step in first for x in step.equation.outvars):
         return None
-    # 3. The second half gets what is rows or a sum, and what the first half carries.
+    # 1. The second half gets what is rows or a sum, and what the first half carries.
     names = body.arguments[scan.constants :] if scan else []
     count = scan.carries if scan else 0
     carries, stacks = names[:count], names[count:]
@@ -68,7 +59,7 @@ def in_two(equation: Equation, body: Any, is_mixed: Sequence[bool]) -> Jaxpr | N
     of_second = [x for at, x in enumerate(carries) if at in mixed]
     given = [x for x in needed if body.is_divided(x) or x in of_first]
     halves = _Half(body, first, [*of_kept, *given]), _Half(body, second, of_mixed)
-    # 4. Both, one after the other.
+    # 2. Both, one after the other.
     run = partial(_scan, scan) if scan else partial(_checkpoint, equation)
 
     def of_operands(*operands: Leaf) -> list[Leaf]:
@@ -81,6 +72,17 @@ def in_two(equation: Equation, body: Any, is_mixed: Sequence[bool]) -> Jaxpr | N
 
     with jaxprs.context_of(equation):
         return jax.make_jaxpr(of_operands)(*(x.aval for x in equation.invars))
+
+
+def _parts(body: Any, results: list[Atom]) -> tuple[list[Any], list[Any], list[Atom]]:
+    """Returns the steps of both halves, and what the second one needs for its results."""
+    needed, second = dict.fromkeys(filter(is_variable, results)), list[Any]()
+    for step in reversed(body.steps):
+        outs = step.equation.outvars
+        if any(x in needed for x in outs) and not any(map(body.is_divided, outs)):
+            second.insert(0, step)
+            needed |= dict.fromkeys(filter(is_variable, step.equation.invars))
+    return [x for x in body.steps if not x.mixes], second, [*needed]
 
 
 def _checkpoint(equation: Equation, half: _Half, known: Values, *_: Any) -> list[Leaf]:

@@ -263,7 +263,7 @@ class Program:
 
         The first test that applies decides.
         """
-        kinds, count = [x.kind for x in facts], len(equation.outvars)
+        kinds = [x.kind for x in facts]
         # 1. A scan or a checkpoint, of which a part can be divided even if some operands are mixed.
         if jaxprs.scan_of(equation):
             return self._scan(equation, kinds)
@@ -280,20 +280,26 @@ class Program:
         ):
             if is_it(equation):
                 return find(equation, facts)
-        # 3. Operands that depend on no example.
+        # 3. All else.
+        return self._of_operation(equation, facts)
+
+    def _of_operation(self, equation: Equation, facts: list[Fact]) -> Step | None:
+        kinds, count = [x.kind for x in facts], len(equation.outvars)
+        # 1. Operands that depend on no example.
         if all(x in SHARED for x in kinds):
             is_zero = kinds and SAME not in kinds and labels.is_additive(equation)
             return Step(equation, [ZERO if is_zero else SAME] * count)
-        # 4. Results that are operands.
+        # 2. Results that are operands.
         if labels.returns_operands(equation) or not count:
             return Step(equation, kinds[:count], slices(kinds))
-        # 5. A linear operation of sums. No other one is known.
+        # 3. A linear operation of sums. No other one is known.
         if any(x.is_free and x.kind is SUM for x in facts):
             are_known = all(x.may_be_sliced or x.kind is SUM for x in facts)
             are_sums, are_zeros = ([x is kind for x in kinds] for kind in (SUM, ZERO))
             is_sum = are_known and labels.is_linear(equation, are_sums, are_zeros)
             found = Step(equation, [SUM] * count, [None] * len(kinds))
             return found if is_sum else None
+        # 4. Rows.
         return self._by_labels(equation, facts)
 
     def _by_labels(self, equation: Equation, facts: list[Fact]) -> Step | None:
