@@ -643,7 +643,8 @@ class _Call:
 
     def places(self, roles: Roles) -> dict[str, tuple[Place, ...]]:
         """Returns the roles of the arguments without the state, which no caller passed."""
-        return roles.with_reserved(self._reserved).places(self.arrays[:-1], self.kwargs)
+        own = roles._replace(given={**self._reserved, **roles.given})
+        return own.places(self.arrays[:-1], self.kwargs)
 
     def divided(self, roles: Roles, options: Options) -> Function:
         """Returns `loss`, divided."""

@@ -9,7 +9,7 @@ names the leaf, what it needs and what came. Then it names the roles to pass.
 
 import inspect
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,9 @@ from shrewjax._base.flax_names import changing_state
 from shrewjax._base.types import Argument, DType, Function, KeyPath, Leaf, Place, PyTree
 
 PartName = Literal["micro-batch", "device"]
+
+Places: TypeAlias = dict[str, tuple[Place, ...]]
+"""For each role, how its arguments came."""
 
 
 def label(place: Place) -> str:
@@ -36,20 +39,21 @@ class Call(NamedTuple):
     divisor: int  # the number of micro-batches or devices, among which the examples are divided
     part: PartName
 
-    def label(self, at: int) -> str:
-        return label(self.places[at])
+    def name(self, at: int, path: KeyPath = ()) -> str:
+        return label(self.places[at]) + jax.tree_util.keystr(path)
 
-    def name(self, at: int, path: KeyPath) -> str:
-        return self.label(at) + jax.tree_util.keystr(path)
+    def leaves(self, *numbers: int) -> list[tuple[int, KeyPath, Leaf]]:
+        """Returns all leaves of these arguments, each behind its argument and its path."""
+        return [(at, *x) for at in numbers for x in jax.tree.leaves_with_path(self.values[at])]
 
-    def leaves(self, at: int) -> list[tuple[KeyPath, Leaf]]:
-        return jax.tree.leaves_with_path(self.values[at])
+    def with_role(self, name: str) -> tuple[int, ...]:
+        return self.numbers.get(name, ())
 
     def whole(self) -> list[int]:
         """Returns the arguments without one of these four roles."""
-        names = "argnums", "rng_argnums", "carry_argnum", "batch_argnums"
-        with_role = {at for name in names for at in self.numbers.get(name, ())}
-        return [at for at in range(len(self.values)) if at not in with_role]
+        roles = "argnums", "rng_argnums", "carry_argnum", "batch_argnums"
+        others = {at for role in roles for at in self.with_role(role)}
+        return [at for at in range(len(self.values)) if at not in others]
 
     def in_order(self, function: Function) -> Function:
         """Returns `function` of arguments in this order. It gets them as they came, by position or by keyword."""
@@ -69,8 +73,11 @@ class Call(NamedTuple):
 
 def is_key(x: Leaf) -> bool:
     """Returns whether a leaf is a PRNG key, or several, or looks like a raw one."""
-    dtype: DType = getattr(x, "dtype", np.object_)
-    return trees.is_typed_key(x) or (dtype == np.uint32 and np.shape(x) in ((2,), (4,)))
+    return trees.is_typed_key(x) or _is_like_raw_key(x)
+
+
+def _is_like_raw_key(x: Leaf) -> bool:
+    return getattr(x, "dtype", None) == np.uint32 and np.shape(x) in ((2,), (4,))
 
 
 class Roles(NamedTuple):
@@ -88,32 +95,32 @@ class Roles(NamedTuple):
         `divisor` is the number of micro-batches, each of which `devices` share, or the number of devices.
         """
         places = (*range(len(args)), *kwargs)
-        of_roles = self._places(len(args), kwargs)
+        of_roles = self.places(args, kwargs)
         numbers = {role: tuple(map(places.index, at)) for role, at in of_roles.items()}
         call = Call(places, (*args, *kwargs.values()), numbers, divisor, self.part)
-        is_device = self.part == "device"
-        if not is_device:
+        if self.part != "device":
             self.require_no_flax_state(args, kwargs)
-        for at in numbers.get("argnums", ()):
-            for path, x in call.leaves(at):
-                check_parameter(call.name(at, path), x)
-        for at in numbers["rng_argnums"]:
-            for path, x in call.leaves(at):
-                _check_folded(call, at, path, x)
-        sizes = _numbers_of_examples(call) if is_device else {number_of_examples(call)}
-        differ = numbers["rng_argnums"] or numbers.get("carry_argnum")
-        if sizes == {None} and divisor > 1 and not differ:
+        for at, path, x in call.leaves(*call.with_role("argnums")):
+            check_parameter(call.name(at, path), x)
+        for leaf in call.leaves(*call.with_role("rng_argnums")):
+            _check_folded(call, *leaf)
+        if self.part == "device":
+            _check_whole(call, _numbers_of_examples(call))
+            return call
+        count = number_of_examples(call)
+        differ = call.with_role("rng_argnums") or call.with_role("carry_argnum")
+        if count is None and divisor > 1 and not differ:
             raise ValueError(
                 "batch_argnums must name arrays of examples, got none, so that all micro-batches are the same. Pass "
                 "arguments with a first axis of examples"
             )
-        if is_device or divisor * devices > 1:
-            _check_whole(call, sizes)
+        if divisor * devices > 1:
+            _check_whole(call, {count})
         return call
 
     def require_no_flax_state(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> None:
         """Raises if an NNX object has state that `fun` changes, because only `shrewjax.flax` keeps it."""
-        models = self._places(len(args), kwargs).get("argnums") or (0,)
+        models = self.places(args, kwargs).get("argnums") or (0,)
         given: list[tuple[Place, PyTree]] = [*enumerate(args), *kwargs.items()]
         for place, value in given:
             for path, kind in changing_state(value, is_model=place in models):
@@ -130,10 +137,10 @@ class Roles(NamedTuple):
         """
         roles = self.places(args, kwargs)
         held = roles["batch_argnums"]
-        leaves = [
-            (i, path[1].idx if path[0].idx == 0 else path[1].key, x)
-            for i, (path, x) in enumerate(jax.tree.leaves_with_path((args, kwargs)))
-        ]
+        # In the order of a tree's leaves, which has the keys of a dict sorted.
+        given = dict(enumerate(args)) | dict(sorted(kwargs.items()))
+        each = [(place, x) for place, value in given.items() for x in jax.tree.leaves(value)]
+        leaves = [(i, *leaf) for i, leaf in enumerate(each)]
         # 1. The arrays in these arguments, or in those by keyword.
         found = _counts_of_examples(x for x in leaves if x[1] in held)
         if not found and self.given["batch_argnums"] is None:
@@ -151,34 +158,25 @@ class Roles(NamedTuple):
                 found |= {i: n for i, (n,) in its.items()}
         return found
 
-    def places(
-        self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
-    ) -> dict[str, tuple[Place, ...]]:
-        """Returns, for each role, how its arguments came."""
-        return self._places(len(args), kwargs)
-
-    def with_reserved(self, reserved: Mapping[str, tuple[Place, ...]]) -> "Roles":
-        """Returns these roles after those of the function's own."""
-        return self._replace(given={**reserved, **self.given})
-
-    def _places(self, count: int, keywords: Collection[str]) -> dict[str, tuple[Place, ...]]:
+    def places(self, args: Sequence[PyTree], keywords: Collection[str]) -> Places:
         """Returns, for each role, how its arguments came: a position among those by position, or a keyword.
 
-        `count` arguments came by position, and others by these keywords. A position names the parameter of `fun` there,
-        however it is passed. A negative one counts back from the last argument that came by position.
+        A position names the parameter of `fun` there, however it is passed. A negative one counts back from the last
+        argument that came by position.
 
         A role given as None has all arguments by position that none before it has. If there are none, it has all by
         keyword that none before it has. Raises if none is left for it, if there is no such argument, or if an argument
         has two roles.
         """
+        count = len(args)
         names = positional_names(self.fun)
-        roles: dict[str, tuple[Place, ...]] = {}
+        roles: Places = {}
         taken: dict[Place, str] = {}
         for name, wanted in self.given.items():
             if wanted is None:
-                by_position = tuple(at for at in range(count) if at not in taken)
-                by_keyword = tuple(key for key in keywords if key not in taken)
-                places: tuple[Place, ...] = by_position or by_keyword
+                by_position = [at for at in range(count) if at not in taken]
+                by_keyword = [key for key in keywords if key not in taken]
+                places: tuple[Place, ...] = (*by_position,) or (*by_keyword,)
                 if not places:
                     raise ValueError(
                         f"no argument holds examples, because all are in {', '.join(dict.fromkeys(taken.values()))}. "
@@ -200,9 +198,7 @@ def _counts_of_examples(leaves: Iterable[tuple[int, Place, Leaf]]) -> dict[int, 
     """Returns the first axis of each array, by its number. Raises if a leaf is none, and no number or function."""
     found: dict[int, int] = {}
     for i, place, x in leaves:
-        is_raw_key = getattr(x, "dtype", None) == np.uint32 and np.shape(x) in ((2,), (4,))
-        is_operand = isinstance(x, jax.Array | np.ndarray) and is_array(x)
-        if is_operand and np.ndim(x) and not is_raw_key:
+        if is_operand(x) and np.ndim(x) and not _is_like_raw_key(x):
             found[i] = x.shape[0]
         elif _is_no_tree(x):
             raise ValueError(_message_of_no_tree(place, x))
@@ -260,34 +256,23 @@ def _place_of_role(
     """Returns how the argument came that a position or a name means."""
     if at in keywords:
         return at
+    came = f"{count} argument{'' if count == 1 else 's'} came by position"
+    if keywords:
+        came += f", and by keyword {', '.join(keywords)}"
+    name = "batch_argnums" if role == _WHOLE_BY_DEFAULT else role
     if isinstance(at, str):
         if at in names[:count]:
             return names.index(at)
-        came = ", ".join([*names[:count], *keywords]) or "none"
-        raise ValueError(
-            f"{role} names {at!r}, which no argument of the call has. Name one of {came}. Or pass a position"
-        )
+        remedy = f"Name one of {', '.join([*names[:count], *keywords])}. Or pass a position"
+        raise ValueError(f"{name} has the name {at!r}, but {came}. {remedy}")
     if -count <= at < count:
         return at % count
     if 0 <= at < len(names) and names[at] in keywords:
         return names[at]
-    came = f"{count} argument{'' if count == 1 else 's'} came by position"
-    if keywords:
-        came += f", and by keyword {', '.join(keywords)}"
-    if role == _WHOLE_BY_DEFAULT:
-        raise ValueError(
-            f"batch_argnums must name the arguments with examples, because {came}. "
-            + (
-                f"Pass such as batch_argnums={[*keywords][-1]!r}"
-                if keywords
-                else "Pass fun's arguments"
-            )
-        )
-    is_position = role in ("argnums", "carry_argnum") or not keywords
-    remedy = (
-        "Pass it by position" if is_position else f"Name it, such as {role}={[*keywords][-1]!r}"
-    )
-    raise ValueError(f"{role} has the position {at}, but {came}. {remedy}")
+    remedy = "Pass it by position"
+    if keywords and role not in ("argnums", "carry_argnum"):
+        remedy = f"Name it, such as {name}={[*keywords][-1]!r}"
+    raise ValueError(f"{name} has the position {at}, but {came}. {remedy}")
 
 
 def check_parameter(name: str, x: Leaf) -> None:
@@ -317,100 +302,96 @@ def _check_folded(call: Call, at: int, path: KeyPath, x: Leaf) -> None:
 def _numbers_of_examples(call: Call) -> set[int]:
     """Returns the numbers of examples. Raises if an array has no first axis that the devices divide."""
     devices, sizes = call.divisor, set()
-    for at in call.numbers["batch_argnums"]:
-        for path, x in call.leaves(at):
-            name, shape = call.name(at, path), np.shape(x)
-            is_rows_of_keys = shape and trees.is_typed_key(x)
-            if is_key(x) and not is_rows_of_keys:
-                raise ValueError(key_message(call, at, path))
-            if not shape:
-                raise ValueError(
-                    f"{name} must have a first axis of examples, got {x!r}. Pass it by itself, and "
-                    "leave it out of batch_argnums="
-                )
-            if shape[0] % devices:
-                raise ValueError(
-                    f"{name} must have a first axis that {devices} devices divide, got shape {shape}. Pad the batch to "
-                    f"{-(-shape[0] // devices) * devices}, and count real examples in weight="
-                )
-            sizes.add(shape[0])
+    for at, path, x in call.leaves(*call.with_role("batch_argnums")):
+        name, shape = call.name(at, path), np.shape(x)
+        is_rows_of_keys = shape and trees.is_typed_key(x)
+        if is_key(x) and not is_rows_of_keys:
+            raise ValueError(_key_message(call, at, path, x))
+        if not shape:
+            raise ValueError(
+                f"{name} must have a first axis of examples, got {x!r}. Pass it by itself, and "
+                "leave it out of batch_argnums="
+            )
+        if shape[0] % devices:
+            raise ValueError(
+                f"{name} must have a first axis that {devices} devices divide, got shape {shape}. Pad the batch to "
+                f"{-(-shape[0] // devices) * devices}, and count real examples in weight="
+            )
+        sizes.add(shape[0])
     return sizes
 
 
 def _check_whole(call: Call, sizes: Collection[int | None]) -> None:
     """Raises if arguments that reach every part whole hold PRNG keys, or one by keyword has B examples."""
-    for at in call.whole():
-        for path, x in call.leaves(at):
-            if is_key(x):
-                raise ValueError(key_message(call, at, path))
-            if isinstance(call.places[at], str) and {*np.shape(x)[:1]} & {*sizes}:
-                held = call.numbers["batch_argnums"]
-                batch = call.as_role("batch_argnums", *held, at)
-                others = call.as_role("batch_argnums", *held)
-                raise ValueError(
-                    f"{call.name(at, path)} has as many rows as the batch. If it holds examples, pass "
-                    f"{batch}. Otherwise pass it by position, with {others}"
-                )
+    for at, path, x in call.leaves(*call.whole()):
+        if is_key(x):
+            raise ValueError(_key_message(call, at, path, x))
+        if isinstance(call.places[at], str) and {*np.shape(x)[:1]} & {*sizes}:
+            held = call.with_role("batch_argnums")
+            batch = call.as_role("batch_argnums", *held, at)
+            others = call.as_role("batch_argnums", *held)
+            raise ValueError(
+                f"{call.name(at, path)} has as many rows as the batch. If it holds examples, pass "
+                f"{batch}. Otherwise pass it by position, with {others}"
+            )
 
 
 def number_of_examples(call: Call) -> int | None:
     """Returns the number of examples, which is None without arrays of them. Raises if a leaf has another."""
-    batch = call.numbers["batch_argnums"]
-    leaves = [(at, *leaf) for at in batch for leaf in call.leaves(at)]
-    counts = {_first_size(x) for _, _, x in leaves}
+    batch = call.with_role("batch_argnums")
+    counts = {_first_size(x) for *_, x in call.leaves(*batch)}
     if len(counts) < 2 and None not in counts:
         return next(iter(counts), None)
-    # The rest finds a leaf to name. If no argument of the batch holds examples, the batch may be one without a role.
-    is_elsewhere = not any(_held(call, at) for at in batch)
-    among = (*batch, *call.whole()) if is_elsewhere else batch
-    count = _likely_count(call, among)
-    odd = next((leaf for leaf in leaves if _first_size(leaf[2]) != count), leaves[0])
-    raise ValueError(_message(call, *odd, count, among))
+    # 1. Find the number that most arguments hold. If none of the batch holds any, it may be in one without a role.
+    holders = {at: _held(call, at) for at in (*batch, *call.whole())}
+    if any(map(holders.get, batch)):
+        holders = {at: holders[at] for at in batch}
+    count = _likely_count(call, holders)
+    # 2. Name a leaf that has another one.
+    leaves = call.leaves(*batch)
+    odd = next((leaf for leaf in leaves if _first_size(leaf[-1]) != count), leaves[0])
+    raise ValueError(_message(call, *odd, count, holders))
 
 
 def _message(
-    call: Call, at: int, path: KeyPath, x: Leaf, count: int | None, among: Sequence[int]
+    call: Call, at: int, path: KeyPath, x: Leaf, count: int | None, held: dict[int, int | None]
 ) -> str:
     if is_key(x):
-        return key_message(call, at, path)
+        return _key_message(call, at, path, x)
     if _is_no_tree(x):
         return _message_of_no_tree(call.places[at], x)
-    like = [
-        call.name(other, of)
-        for other in among
-        for of, y in call.leaves(other)
-        if _first_size(y) == count
-    ]
+    # 1. Say what the leaf needs, and what came.
     need = "an axis of examples"
     if count is not None:
-        need = f"a first axis of {count} examples, as {like[0]} has"
+        like = next(leaf for leaf in call.leaves(*held) if _first_size(leaf[-1]) == count)
+        need = f"a first axis of {count} examples, as {call.name(*like[:2])} has"
     came = f"shape {np.shape(x)}" if is_array(x) else getattr(x, "dtype", type(x).__name__)
-    message = f"{call.name(at, path)} must have {need}, got {came}"
-    scalars = [is_array(y) and not np.shape(y) for _, y in call.leaves(at)]
+    message = f"{call.name(at, path)} must have {need}, got {came}. "
+    scalars = [is_array(y) and not np.shape(y) for *_, y in call.leaves(at)]
     if isinstance(call.values[at], list) and all(scalars):
-        return f"{message}. Pass jnp.asarray of the list"
-    holders = _holders(call, among, count)
-    is_split = path and count is not None and count in _counts(call, at)
-    batch = call.as_role("batch_argnums", *holders, *([at] if is_split else []))
-    where = "it as an argument of its own, with " if is_split else ""
-    remedy = f"pass {where}{batch}"
-    name = "it" if is_split else call.label(at)
-    rows = "Pass parameters first, and as many examples in each array. " if np.ndim(x) else ""
-    carry = f". If fun returns a new one, return (loss, (aux, carry)), and pass carry_argnum={at}"
-    may_be_carried = isinstance(call.places[at], int) and call.numbers.get("carry_argnum") == ()
-    is_state = path and not is_split and may_be_carried
-    same = f"If {name} is the same for all micro-batches, {remedy}"
-    return f"{message}. {rows}{same}{carry if is_state else ''}"
+        return f"{message}Pass jnp.asarray of the list"
+    # 2. Say what to pass: a leaf beside examples apart from these, or a batch without the argument.
+    if np.ndim(x):
+        message += "Pass parameters first, and as many examples in each array. "
+    holders = [other for other, n in held.items() if n is not None and n == count]
+    if path and count is not None and count in _counts(call, at):
+        batch = call.as_role("batch_argnums", *holders, at)
+        remedy = f"pass it as an argument of its own, with {batch}"
+        return f"{message}If it is the same for all micro-batches, {remedy}"
+    batch = call.as_role("batch_argnums", *holders)
+    message += f"If {call.name(at)} is the same for all micro-batches, pass {batch}"
+    if path and isinstance(call.places[at], int) and call.numbers.get("carry_argnum") == ():
+        message += f". If fun returns a new one, return (loss, (aux, carry)), and pass carry_argnum={at}"
+    return message
 
 
-def key_message(call: Call, at: int, path: KeyPath) -> str:
+def _key_message(call: Call, at: int, path: KeyPath, x: Leaf) -> str:
     """Returns the message for a PRNG key without a role."""
-    x = dict(call.leaves(at))[path]
-    is_typed = x.dtype != np.uint32
-    keys = call.as_role("rng_argnums", *call.numbers["rng_argnums"], at)
+    is_typed = trees.is_typed_key(x)
+    keys = call.as_role("rng_argnums", *call.with_role("rng_argnums"), at)
     if is_typed and np.ndim(x):
         remedy = f"Pass one key, with {keys}, and split it in fun"
-    elif all(is_key(y) for _, y in call.leaves(at)):
+    elif all(is_key(y) for *_, y in call.leaves(at)):
         remedy = f"Pass {keys}"
     else:
         remedy = "Pass it as an argument of its own, and name that in rng_argnums="
@@ -421,35 +402,36 @@ def key_message(call: Call, at: int, path: KeyPath) -> str:
     )
 
 
-def _likely_count(call: Call, among: Sequence[int]) -> int | None:
+def _likely_count(call: Call, held: dict[int, int | None]) -> int | None:
     """Returns the number of examples that most arguments hold. Among equals, K divides it, or it comes last."""
-    candidates = [(at, n) for at in among for n in _counts(call, at) if n is not None]
+    candidates = [(at, n) for at in held for n in _counts(call, at) if n is not None]
 
     def rank(number: tuple[int, int]) -> tuple[int, bool, int, int]:
         at, count = number
         leaves = sum(n == count for _, n in candidates)
-        return len(_holders(call, among, count)), count % call.divisor == 0, at, leaves
+        return [*held.values()].count(count), count % call.divisor == 0, at, leaves
 
     return max(candidates, key=rank, default=(0, None))[1]
-
-
-def _holders(call: Call, among: Sequence[int], count: int | None) -> list[int]:
-    return [at for at in among if count is not None and _held(call, at) == count]
 
 
 def _held(call: Call, at: int) -> int | None:
     """Returns the first axis that most leaves of an argument have, or None."""
     counts = _counts(call, at)
-    return next((n for n in counts if n is not None and 2 * counts.count(n) > len(counts)), None)
+    return next((n for n in counts if 2 * counts.count(n) > len(counts)), None)
 
 
 def _counts(call: Call, at: int) -> list[int | None]:
     """Returns the first axes of an argument's leaves, with None for a leaf that cannot hold examples."""
-    return [None if is_key(x) else _first_size(x) for _, x in call.leaves(at)]
+    return [None if is_key(x) else _first_size(x) for *_, x in call.leaves(at)]
 
 
 def _first_size(x: Leaf) -> int | None:
     return np.shape(x)[0] if is_array(x) and np.ndim(x) else None
+
+
+def is_operand(x: Leaf) -> bool:
+    """Returns whether a leaf is an array with which JAX can compute."""
+    return isinstance(x, jax.Array | np.ndarray) and is_array(x)
 
 
 def is_array(x: Leaf) -> bool:
