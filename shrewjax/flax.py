@@ -30,7 +30,7 @@ from shrewjax._base.types import (
     PyTree,
 )
 from shrewjax._batches import accumulated
-from shrewjax._batches.micro_batched import Options, divided_call, refuse
+from shrewjax._batches.micro_batched import Division
 from shrewjax._batches.roles import Roles, positional_names, roles_of
 from shrewjax._programs.forwarding import returned_as_given
 from shrewjax._windows.accumulate import apply_gradients
@@ -302,13 +302,12 @@ def value_and_grad(
     Source: `shrewjax.value_and_grad` and `flax.nnx.value_and_grad`.
     """
     _predicate(wrt)
-    refuse(others)
-    options = Options(micro_batches, True, accumulator_dtype, sum_over)
+    division = Division(micro_batches, True, accumulator_dtype, sum_over, others)
     roles = roles_of(fun, {}, (), batch_argnums)
 
     def value_and_grad_of_batch(*args: PyTree, **kwargs: PyTree) -> Any:
         call = _Call(fun, has_aux, wrt, args, kwargs)
-        run = jax.value_and_grad(call.divided(roles, options), has_aux=True)
+        run = jax.value_and_grad(call.divided(division, roles), has_aux=True)
         returned, grads = run(*call.arrays, **call.kwargs)
         return call.returned(returned), call.like_model(grads)
 
@@ -362,14 +361,13 @@ def micro_batched(
     Source: `shrewjax.micro_batched`.
     """
     _predicate(wrt)
-    refuse(others)
-    options = Options(micro_batches, True, accumulator_dtype, sum_over)
+    division = Division(micro_batches, True, accumulator_dtype, sum_over, others)
     roles = roles_of(fun, {}, (), batch_argnums)
 
     @wraps(fun)
     def of_batch(*args: PyTree, **kwargs: PyTree) -> PyTree:
         call = _Call(fun, has_aux, wrt, args, kwargs)
-        return call.returned(call.divided(roles, options)(*call.arrays, **call.kwargs))
+        return call.returned(call.divided(division, roles)(*call.arrays, **call.kwargs))
 
     return of_batch
 
@@ -475,24 +473,25 @@ def accumulated_value_and_grad(
     """
 
     _predicate(wrt)
-    given = arguments.among(accumulated.Options, locals())
-    options = accumulated.Options(**given).checked()
+    make = accumulated.accumulated_value_and_grad
+    options = arguments.among(make, locals())
+    make(**options)  # raises for its arguments
     roles = roles_of(fun, {}, rng_argnums, batch_argnums)
 
     def of_batch(*args: PyTree, **kwargs: PyTree) -> Any:
-        all_given = _with_model_by_position(fun, args, kwargs)
-        arguments.require_arguments_of_fun("weight_fn", weight_fn, *all_given)
         call = _Call(fun, has_aux, wrt, args, kwargs)
+        arguments.require_arguments_of_fun("weight_fn", weight_fn, *call.given)
         its = call.places(roles)
         # The state comes last, and goes from micro-batch to micro-batch.
-        run = accumulated.of_options(
-            call.loss,
-            options._replace(has_aux=True, weight_fn=weight_fn and call.alone(weight_fn)),
-            carry_argnum=len(call.arrays) - 1,
-            rng_argnums=its["rng_argnums"],
-            batch_argnums=its["batch_argnums"],
-        )
-        returned, grads = run(*call.arrays, **call.kwargs)
+        own_options = {
+            "fun": call.loss,
+            "has_aux": True,
+            "weight_fn": weight_fn and call.alone(weight_fn),
+            "carry_argnum": len(call.arrays) - 1,
+            "rng_argnums": its["rng_argnums"],
+            "batch_argnums": its["batch_argnums"],
+        }
+        returned, grads = make(**options | own_options)(*call.arrays, **call.kwargs)
         return call.returned(returned), call.like_model(grads)
 
     return of_batch
@@ -555,6 +554,7 @@ class _Call:
     Each object has a number. All leaves of the first argument do, because Flax differentiates its arrays, too.
 
     Attributes:
+      given: the arguments by position and by keyword, the model by position.
       arrays: the arguments by position, with None for each object. In the place of the first one are the arrays of the
         variables in `wrt`. Those of all other variables come last.
       kwargs: those by keyword, with None for each object.
@@ -569,7 +569,7 @@ class _Call:
         kwargs: dict[str, PyTree],
     ) -> None:
         self._fun, self._has_aux = fun, has_aux
-        args, kwargs = _with_model_by_position(fun, args, kwargs)
+        self.given = args, kwargs = _with_model_by_position(fun, args, kwargs)
         model = args[0]
         # 1. Number the objects, those of the first argument first, and leave them out of the arguments.
         is_object = nnx.graph.is_graph_node
@@ -646,10 +646,10 @@ class _Call:
         own = roles._replace(given={**self._reserved, **roles.given})
         return own.places(self.arrays[:-1], self.kwargs)
 
-    def divided(self, roles: Roles, options: Options) -> Function:
+    def divided(self, division: Division, roles: Roles) -> Function:
         """Returns `loss`, divided."""
         given = {"batch_argnums": self.places(roles)["batch_argnums"]}
-        return partial(divided_call, Roles(self.loss, given, roles.part), options)
+        return partial(division.call, Roles(self.loss, given, roles.part))
 
     def returned(self, results: tuple[PyTree, PyTree]) -> PyTree:
         """Returns what `fun` would return, and gives the objects their new state."""

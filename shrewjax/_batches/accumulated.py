@@ -13,7 +13,6 @@ the sums that are divided by a weight: of loss and gradients, and of the average
 6. Put together what `fun` returned beside the loss.
 """
 
-import operator
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, ParamSpec, get_args
@@ -43,7 +42,6 @@ from shrewjax._base.mesh import (
 )
 from shrewjax._base.trees import check_unchanged, is_gradient
 from shrewjax._base.types import (
-    Argument,
     Axes,
     AxisName,
     AxisNames,
@@ -86,14 +84,12 @@ class _LossAndGradients(NamedTuple):
 
 class _Returned(NamedTuple):
     to_average: _LossAndGradients
-    overwritten: list[Leaf]  # new values that Flax's fp8 layers return as gradients
-    aux: PyTree
+    aux: tuple[PyTree, list[Leaf]]  # and new values that Flax's fp8 layers return as gradients
     carried: list[PyTree]  # the new value of the argument `carry_argnum`, or empty
 
 
 class _LoopState(NamedTuple):
     window_state: GradAccumulatorState
-    overwritten: list[jax.Array]
     aux: AuxSums
     carried: list[PyTree]
 
@@ -247,8 +243,44 @@ def accumulated_value_and_grad(
     Source: as for `accumulate`, by linearity of the gradient.
     """
     # The docstring has more than 70 lines, because its tables and its arguments are promises that tests hold.
-    options = Options(**arguments.among(Options, locals())).checked()
-    return of_options(fun, options, argnums, carry_argnum, rng_argnums, batch_argnums)
+    # 1. Check the arguments.
+    options = Options(**arguments.among(Options, locals()))
+    options.check()
+    has_carry = carry_argnum is not None
+    if has_carry and not has_aux:
+        raise ValueError(
+            "carry_argnum needs has_aux=True, because fun returns (loss, (aux, carry))"
+        )
+    reserved = {
+        "argnums": arguments.positions("argnums", argnums),
+        "carry_argnum": (arguments.integer("carry_argnum", carry_argnum),) if has_carry else (),
+    }
+    roles = roles_of(fun, reserved, rng_argnums, batch_argnums)
+    remedy = "Return jnp.sum of it"
+    if reduction == "mean":
+        remedy = "Return jnp.mean of it, or jnp.sum with reduction='sum'"
+
+    def of_batch(*args: P.args, **kwargs: P.kwargs) -> tuple[PyTree, PyTree]:
+        # 2. Divide the arguments of a call.
+        arguments.require_arguments_of_fun("weight_fn", weight_fn, args, kwargs)
+        if reduction == "sum":
+            _require_no_sum_of_rows(options.axes)
+        devices = devices_to_map("sum_over", options.axes)
+        call = roles.call(args, kwargs, micro_batches, max(devices, 1))
+        batch = batch_of_call(call, options.axes, devices, is_sum=reduction == "sum")
+        # 3. Run micro-batches of a loss that has its arguments in the batch's order.
+        of_args = _checked_loss(call.in_order(fun), has_aux, has_carry, remedy)
+        by_jax = jax.value_and_grad(of_args, batch.numbers["argnums"], has_aux=True)
+        its_options = options._replace(weight_fn=weight_fn and call.in_order(weight_fn))
+        loss = _Loss(of_args, by_jax, its_options, batch)
+        (value, (aux, carried)), grads = (_run_on_each_device if devices else _run_here)(loss)
+        # 4. Return what fun does.
+        grads = grads if isinstance(argnums, Sequence) else grads[0]
+        if not has_aux:
+            return value, grads
+        return (value, (aux, *carried) if has_carry else aux), grads
+
+    return of_batch
 
 
 class Options(NamedTuple):
@@ -265,15 +297,29 @@ class Options(NamedTuple):
     sharded_over: AxisName | None = None
     skip_empty: bool = False
 
-    def checked(self) -> "Options":
-        """Returns the options. Raises if one is not as described."""
+    def check(self) -> None:
+        """Raises if an option is not as described."""
         arguments.integer("micro_batches", self.micro_batches, at_least=1)
-        _check_aux_reduction(self.aux_reduction, self.has_aux)
+        names, weight_fn = self.aux_reduction, self.weight_fn
+        if not self.has_aux and names != "mean":
+            raise ValueError(
+                f"aux_reduction={trees.shown(names)} needs has_aux=True, because fun returns (loss, aux)"
+            )
+        for name in jax.tree.leaves(names, is_leaf=lambda x: x is None):
+            arguments.choice("aux_reduction", name, ("mean", *STACKED, *COMBINE))
         arguments.choice("nonfinite", self.nonfinite, get_args(NonfiniteOfBatch))
         arguments.static_flag("skip_empty", self.skip_empty)
         self.window()  # raises for its arguments
-        _check_weight_is_given(self.weight_fn, self.reduction, self.skip_empty)
-        return self
+        if weight_fn is not None and not callable(weight_fn):
+            raise ValueError(
+                f"weight_fn must be a function, got {trees.shown(weight_fn)}. Pass such as lambda params, x, y: len(x)"
+            )
+        if weight_fn is None and (self.skip_empty or self.reduction == "sum_over_weights"):
+            what = "skip_empty=True" if self.skip_empty else f"reduction={self.reduction!r}"
+            raise ValueError(
+                f"{what} needs weight_fn=, got None. Pass a function that returns the number of examples. Or leave out "
+                f"{what}"
+            )
 
     def window(self) -> Window:
         return Window(**arguments.among(Window, self._asdict()))
@@ -281,48 +327,6 @@ class Options(NamedTuple):
     @property
     def axes(self) -> AxisNames:
         return arguments.axis_names("sum_over", self.sum_over) or ()
-
-
-def of_options(
-    fun: Callable[P, Any],
-    options: Options,
-    argnums: int | Sequence[int] = 0,
-    carry_argnum: int | None = None,
-    rng_argnums: Argument = (),
-    batch_argnums: Argument = None,
-) -> Callable[P, tuple[PyTree, PyTree]]:
-    """Returns what `accumulated_value_and_grad` returns, with its checked options."""
-    has_aux, weight_fn, axes = options.has_aux, options.weight_fn, options.axes
-    has_carry = carry_argnum is not None
-    if has_carry and not has_aux:
-        raise ValueError(
-            "carry_argnum needs has_aux=True, because fun returns (loss, (aux, carry))"
-        )
-    reserved = {
-        "argnums": arguments.positions("argnums", argnums),
-        "carry_argnum": (arguments.integer("carry_argnum", carry_argnum),) if has_carry else (),
-    }
-    roles = roles_of(fun, reserved, rng_argnums, batch_argnums)
-    as_given = tuple if isinstance(argnums, Sequence) else operator.itemgetter(0)
-
-    def of_batch(*args: P.args, **kwargs: P.kwargs) -> tuple[PyTree, PyTree]:
-        arguments.require_arguments_of_fun("weight_fn", weight_fn, args, kwargs)
-        is_sum = options.reduction == "sum"
-        if is_sum:
-            _require_no_sum_of_rows(axes)
-        devices = devices_to_map("sum_over", axes)
-        call = roles.call(args, kwargs, options.micro_batches, max(devices, 1))
-        batch = batch_of_call(call, () if devices else axes, devices, is_sum=is_sum)
-        is_mean = options.reduction == "mean"
-        remedy = "jnp.mean of it, or jnp.sum with reduction='sum'" if is_mean else "jnp.sum of it"
-        in_order = call.in_order(fun)
-        checked = of_loss(in_order, has_aux, f"Return {remedy}")
-        by_jax = jax.value_and_grad(checked, as_given(batch.numbers["argnums"]), has_aux)
-        its_options = options._replace(weight_fn=weight_fn and call.in_order(weight_fn))
-        loss = _Loss(checked, by_jax, as_given, has_carry, its_options)
-        return _run_on_each_device(loss, batch) if devices else _run_here(loss, batch)
-
-    return of_batch
 
 
 def sums_over_turns(turn: Function, params: PyTree, options: Options) -> PyTree:
@@ -334,50 +338,49 @@ def sums_over_turns(turn: Function, params: PyTree, options: Options) -> PyTree:
     numbers = {"batch_argnums": (0,), "argnums": (1,), "rng_argnums": (), "carry_argnum": ()}
     examples = {0: jnp.arange(count, dtype=jnp.int32)[None]}
     own = jax.tree.map(lambda x: as_varying(x, options.axes), params)
-    batch = Batch((None, own), numbers, {1: own}, examples, count, first_number=0, devices=0)
-    of_one = lambda i, params: turn(i[0], params)  # noqa: E731
-    return _run_here(_Loss(of_one, of_one, operator.itemgetter(0), False, options), batch)
+    batch = Batch(((), own), numbers, {1: own}, examples, count, first_number=0, devices=0)
+
+    def of_one(i: jax.Array, params: PyTree) -> tuple[PyTree, PyTree]:
+        (value, aux), grads = turn(i[0], params)
+        return (value, (aux, [])), (grads,)
+
+    (value, (aux, _)), (grads,) = _run_here(_Loss(of_one, of_one, options, batch))
+    return (value, aux), grads
 
 
-def _run_here(loss: "_Loss", batch: Batch) -> tuple[PyTree, PyTree]:
+def _run_here(loss: "_Loss") -> tuple[PyTree, PyTree]:
     def run(examples: dict[int, PyTree]) -> tuple[PyTree, PyTree]:
-        return _run(loss, batch._replace(examples=examples))
+        return _run(loss.of(loss.batch._replace(examples=examples)))
 
     # Outside of `jax.jit`, one program. Otherwise the loop closes over examples, and JAX keeps them alive
     # (tests/batches/test_micro_batched.py, "alive"). With `skip_empty`, reverse mode needs a number of turns that is
     # known here.
     runs_as_it_is = is_traced(jnp.zeros(())) or loss.options.skip_empty
-    return (run if runs_as_it_is else jax.jit(run))(batch.examples)
+    return (run if runs_as_it_is else jax.jit(run))(loss.batch.examples)
 
 
-def _run_on_each_device(loss: "_Loss", batch: Batch) -> tuple[PyTree, PyTree]:
-    options, axes = loss.options, loss.options.axes
+def _run_on_each_device(loss: "_Loss") -> tuple[PyTree, PyTree]:
+    options, batch, axes = loss.options, loss.batch, loss.options.axes
 
-    def run(examples: dict[int, PyTree], without_examples: Batch) -> tuple[PyTree, PyTree]:
-        return _run(loss, without_examples.of_device(examples, axes))
+    def run(examples: dict[int, PyTree], args: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
+        return _run(loss.of(batch.of_device(examples, args, axes)))
 
     # Rows of examples stay on the devices that have their examples.
-    aux_parts = options.aux_reduction == "examples"
-    parts = (aux_parts, False) if loss.has_carry else aux_parts
-    returned, grads = on_each_device(
-        run,
-        axes,
-        batch.examples,
-        batch.to_map(),
-        returns_parts=((False, parts) if options.has_aux else False, False),
-    )
-    like = loss.as_given(batch.with_role("argnums"))
-    return returned, jax.tree.map(partitioned_like, grads, like)
+    parts = ((False, (options.aux_reduction == "examples", False)), False)
+    returned, grads = on_each_device(run, axes, batch.examples, batch.args, returns_parts=parts)
+    return returned, jax.tree.map(partitioned_like, grads, batch.with_role("argnums"))
 
 
-def of_loss(fun: Function, has_aux: bool, remedy: str) -> Function:
-    """Returns a loss that raises unless it returns a scalar, with an aux of arrays beside it if `has_aux`.
+def _checked_loss(fun: Function, has_aux: bool, has_carry: bool, remedy: str) -> Function:
+    """Returns `fun` with results `(loss, (aux, carry))`. The carry is a list of one or none, and no aux is ().
 
-    JAX would say "output.sum()" for losses of examples, which is K times too small in a mean over micro-batches.
+    Raises unless the loss is a scalar, with arrays beside it. JAX would say "output.sum()" for losses of examples,
+    which is K times too small in a mean over micro-batches.
     """
 
-    def of_arguments(*args: PyTree, **kwargs: PyTree) -> PyTree:
-        returned = fun(*args, **kwargs)
+    def of_arguments(*args: PyTree) -> tuple[PyTree, tuple[PyTree, list[PyTree]]]:
+        # 1. Take apart what fun returns.
+        returned = fun(*args)
         came = len(returned) if isinstance(returned, tuple | list) else 1
         if came != 1 + has_aux:
             wanted = "(loss, aux)" if has_aux else "a scalar"
@@ -385,15 +388,23 @@ def of_loss(fun: Function, has_aux: bool, remedy: str) -> Function:
                 f"fun must return {wanted} with has_aux={has_aux}, got {came} value{'' if came == 1 else 's'}. "
                 f"Return that, or pass has_aux={not has_aux}"
             )
-        value, aux = returned if has_aux else (returned, ())
+        value, beside = returned if has_aux else (returned, ())
+        # 2. Check it.
         if shape := getattr(value, "shape", ()):
             raise ValueError(f"fun must return a scalar, got shape {shape}. {remedy}")
-        for path, x in jax.tree.leaves_with_path(aux):
+        for path, x in jax.tree.leaves_with_path(beside):
             if not is_array(x):
                 raise ValueError(
                     f"leaf {trees.leaf_name(path)} of the aux must be an array, got {trees.shown(x)}. Leave it out"
                 )
-        return returned
+        if not has_carry:
+            return value, (beside, [])
+        if not isinstance(beside, tuple | list) or len(beside) != 2:
+            raise ValueError(
+                f"with carry_argnum, fun must return (loss, (aux, carry)), got {trees.shown(beside)} beside the loss"
+            )
+        aux, carry = beside
+        return value, (aux, [carry])
 
     return of_arguments
 
@@ -406,47 +417,26 @@ def _require_no_sum_of_rows(axes: AxisNames) -> None:
         )
 
 
-def _check_aux_reduction(given: PyTree, has_aux: bool) -> None:
-    if not has_aux and given != "mean":
-        raise ValueError(
-            f"aux_reduction={trees.shown(given)} needs has_aux=True, because fun returns (loss, aux)"
-        )
-    for name in jax.tree.leaves(given, is_leaf=lambda x: x is None):
-        arguments.choice("aux_reduction", name, ("mean", *STACKED, *COMBINE))
-
-
-def _check_weight_is_given(weight_fn: Function | None, reduction: str, skip_empty: bool) -> None:
-    """Raises if the weight is no function, or if there is none and another argument needs it."""
-    if weight_fn is not None and not callable(weight_fn):
-        raise ValueError(
-            f"weight_fn must be a function, got {trees.shown(weight_fn)}. Pass such as lambda params, x, y: len(x)"
-        )
-    if weight_fn is None and (skip_empty or reduction == "sum_over_weights"):
-        what = "skip_empty=True" if skip_empty else f"reduction={reduction!r}"
-        raise ValueError(
-            f"{what} needs weight_fn=, got None. Pass a function that returns the number of examples. Or leave out "
-            f"{what}"
-        )
-
-
-def _run(loss: "_Loss", batch: Batch) -> tuple[PyTree, PyTree]:
+def _run(loss: "_Loss") -> tuple[PyTree, PyTree]:
     """Returns the results of the batch, or of a device's part of it. The module's docstring has its steps."""
-    options, window = loss.options, loss.options.window()
+    options, batch, window = loss.options, loss.batch, loss.options.window()
     # 1. Take the parameters and the carry. Statistics that Flax overwrites have no mean, so they stand apart.
-    all_params = loss.as_given(batch.with_role("argnums"))
+    all_params = batch.with_role("argnums")
     params, old_values = _overwritten.separated(all_params)
     carried = [jax.tree.map(jnp.asarray, x) for x in batch.with_role("carry_argnum")]
 
     # 2. Trace fun once, for an abstract number of a micro-batch. It varies over devices if each runs its own.
-    has_weight = loss.has_weight(batch, carried) if options.skip_empty else None
-    number = jnp.int32(0) if has_weight is None else as_varying(jnp.int32(0), _axes_of(has_weight))
-    traced = Traced(partial(loss.results, batch), number, carried)
+    has_weight = loss.has_weight(carried) if options.skip_empty else None
+    number = jnp.int32(0)
+    if has_weight is not None:
+        number = as_varying(number, _axes_of(has_weight))
+    traced = Traced(loss.results, number, carried)
 
     # 3. Check what fun returns: where it is sharded, the axes of the loss, the weight, the carry, the aux.
-    own_axes, aux = _checked(loss, batch, traced, params, carried)
+    own_axes, aux = _checked(loss, traced, params, carried)
 
     # 4. Run the loop over all micro-batches, or over those with a weight.
-    loop = _Loop(window, batch, loss, traced, aux, own_axes)
+    loop = _Loop(window, loss, traced, aux, own_axes)
     start = loop.start(params, batch.carry_of_device(carried))
     if has_weight is None:
         end, stacked = scan_in_order(
@@ -457,45 +447,41 @@ def _run(loss: "_Loss", batch: Batch) -> tuple[PyTree, PyTree]:
 
     # 5. Divide and sum over devices. Statistics that Flax overwrites are put back among the gradients.
     value, grads = loop.averages(end.window_state)
+    whole_aux, overwritten = aux.finalize(end.aux, stacked)
     if old_values:
-        overwritten = _overwritten.finalize(end.overwritten, old_values, options.axes)
-        grads = _overwritten.joined(grads, overwritten, all_params)
+        new_values = _overwritten.finalize(overwritten, old_values)
+        grads = _overwritten.joined(grads, new_values, all_params)
 
     # 6. Add aux and carry to the results. If the call maps the axes, its carry has to be one for all devices.
-    if not options.has_aux:
-        return value, grads
-    whole_aux = aux.finalize(end.aux, stacked)
-    if not loss.has_carry:
-        return (value, whole_aux), grads
     new_carry = loop.one_carry(carried, end) if batch.devices else end.carried
-    return (value, (whole_aux, *new_carry)), grads
+    return (value, (whole_aux, new_carry)), grads
 
 
 def _checked(
-    loss: "_Loss", batch: Batch, traced: Traced, params: PyTree, carried: list[PyTree]
+    loss: "_Loss", traced: Traced, params: PyTree, carried: list[PyTree]
 ) -> tuple[AxisNames, AuxLeaves]:
     """Returns the axes along which a device's results stay its own, and how the aux is reduced.
 
     Raises if `fun` returned something that cannot be averaged, reduced or carried.
     """
-    options, like = loss.options, traced.result_types
+    options, batch, like = loss.options, loss.batch, traced.result_types
     axes = options.axes
     if batch.devices and {*axes} & traced.constrained_axes():
         # JAX raises as late as it lowers the program. `on_each_device` adds the remedies.
         raise ValueError(f"fun constrains an array to mesh axes in sum_over={axes!r}")
     sum_over = arguments.axis_names("sum_over", options.sum_over)
     own_axes = _own_axes(like.to_average.value, params, sum_over)
-    loss.check_weight(batch, carried)
+    loss.check_weight(carried)
     if carried:
-        weight = jax.eval_shape(partial(loss.weight_of, batch), 0, carried)
+        weight = jax.eval_shape(loss.weight_of, 0, carried)
         _check_carried(like.carried, carried, weight)
     examples = jax.tree.leaves(batch.examples)
     size = examples[0].shape[0] if examples else 0
-    aux = AuxLeaves(options.aux_reduction, like.aux, batch.divisor, size, sum_over)
+    means = Window(sum_over=sum_over)
+    aux = AuxLeaves(options.aux_reduction, like.aux, batch.divisor, size, means)
     if batch.divisor * max(batch.devices, 1) > 1:
-        of_whole_batch = partial(loss.aux_of_whole_batch, batch)
         is_joined = batch.devices > 0 and options.aux_reduction != "examples"
-        aux.find_axes(of_whole_batch, is_joined)
+        aux.find_axes(loss.aux_of_whole_batch, is_joined)
     return own_axes, aux
 
 
@@ -510,13 +496,16 @@ _WHOLE_IN_ARGNUMS = (
 
 
 class _Loss(NamedTuple):
-    fun: Function
-    value_and_grad: Function  # of `fun`, as `jax.value_and_grad` returns it
-    as_given: Function  # of the arguments in `argnums`: the one, or a tuple
-    has_carry: bool
+    fun: Function  # as `_checked_loss` returns it
+    value_and_grad: Function  # of `fun`, by a tuple of arguments
     options: Options  # whose `weight_fn` takes the arguments in order, as `fun` does
+    batch: Batch
 
-    def results(self, batch: Batch, i: Number, carried: list[PyTree]) -> _Returned:
+    def of(self, batch: Batch) -> "_Loss":
+        return self._replace(batch=batch)
+
+    def results(self, i: Number, carried: list[PyTree]) -> _Returned:
+        batch = self.batch
         try:
             results = self.value_and_grad(*batch.arguments(i, carried))
         except jax.errors.NonConcreteBooleanIndexError as error:
@@ -527,14 +516,11 @@ class _Loss(NamedTuple):
             if counts & {np.shape(x)[:1] for x in jax.tree.leaves(batch.params)}:
                 error.add_note(_WHOLE_IN_ARGNUMS)
             raise
-        returned, grads = summed(results)
-        value, aux = returned if self.options.has_aux else (returned, ())
-        if self.has_carry:
-            aux, *carried = _aux_and_carry(aux)
-        grads, overwritten = _overwritten.separated(grads)
-        return _Returned(_LossAndGradients(value, grads), overwritten, aux, carried)
+        (value, (aux, carried)), all_grads = summed(results)
+        grads, overwritten = _overwritten.separated(all_grads)
+        return _Returned(_LossAndGradients(value, grads), (aux, overwritten), carried)
 
-    def weight_of(self, batch: Batch, i: Number, carried: list[PyTree]) -> Scalar:
+    def weight_of(self, i: Number, carried: list[PyTree]) -> Scalar:
         """Returns the weight of micro-batch i, or 1 for a number in a mean, where it cancels.
 
         XLA leaves an all-reduce inside the loop if a constant multiplies it (XLA-24).
@@ -542,24 +528,26 @@ class _Loss(NamedTuple):
         weigh, is_mean = self.options.weight_fn, self.options.reduction == "mean"
         if weigh is None:
             return 1.0
-        weight = arguments.weight(weigh(*batch.arguments(i, carried)), {()})
+        weight = arguments.weight(weigh(*self.batch.arguments(i, carried)), {()})
         return 1.0 if is_mean and isinstance(weight, float) and weight else weight
 
-    def has_weight(self, batch: Batch, carried: list[PyTree]) -> jax.Array:
+    def has_weight(self, carried: list[PyTree]) -> jax.Array:
         """Returns for each micro-batch whether its weight is not 0. Raises if weights depend on the carry."""
-        if any(reads(partial(self.weight_of, batch, 0), carried)):
+        if any(reads(partial(self.weight_of, 0), carried)):
             raise ValueError(
                 "weight_fn must not read the carry (in NNX, state outside of wrt) with skip_empty=True. Let it count "
                 "in the batch. Or leave out skip_empty"
             )
-        numbers = jnp.arange(batch.divisor, dtype=jnp.int32)
-        return lax.map(lambda i: jnp.asarray(self.weight_of(batch, i, carried) != 0), numbers)
+        numbers = jnp.arange(self.batch.divisor, dtype=jnp.int32)
+        return lax.map(lambda i: jnp.asarray(self.weight_of(i, carried) != 0), numbers)
 
-    def check_weight(self, batch: Batch, carried: list[PyTree]) -> None:
+    def check_weight(self, carried: list[PyTree]) -> None:
         """Raises if the weight has a derivative by the parameters, because averages take it for a constant."""
 
+        batch = self.batch
+
         def weight(params: dict[int, PyTree]) -> jax.Array:
-            return jnp.asarray(self.weight_of(batch._replace(params=params), 0, carried))
+            return jnp.asarray(self.of(batch._replace(params=params)).weight_of(0, carried))
 
         def tangent(tangents: dict[int, PyTree]) -> jax.Array:
             return jax.jvp(weight, (batch.params,), (tangents,))[1]
@@ -570,14 +558,13 @@ class _Loss(NamedTuple):
                 "multiply by it, and pass reduction='sum'"
             )
 
-    def aux_of_whole_batch(self, batch: Batch) -> PyTree:
-        aux = self.fun(*batch.whole_arguments())[1]
-        return _aux_and_carry(aux)[0] if self.has_carry else aux
+    def aux_of_whole_batch(self) -> PyTree:
+        _, (aux, _) = self.fun(*self.batch.whole_arguments())
+        return aux
 
 
 class _Loop(NamedTuple):
     window: Window
-    batch: Batch
     loss: _Loss
     traced: Traced  # its results
     aux: AuxLeaves
@@ -590,15 +577,13 @@ class _Loop(NamedTuple):
         # The loss is summed beside the gradients. `accumulator_dtype` is for these alone.
         of_value = Window(sum_over=self.window.axes).init(zero).gradient_sum
         sums = empty.gradient_sum._replace(value=of_value)
-        overwritten = _overwritten.init(like.overwritten)
-        window_state = empty._replace(gradient_sum=sums)
-        state = _LoopState(window_state, overwritten, self.aux.init(), carried)
-        return self._varying(placed_like(state, (self.batch.examples, params)))
+        state = _LoopState(empty._replace(gradient_sum=sums), self.aux.init(), carried)
+        return self._varying(placed_like(state, (self.loss.batch.examples, params)))
 
-    def turn(self, state: _LoopState, i: jax.Array) -> tuple[_LoopState, list[jax.Array]]:
+    def turn(self, state: _LoopState, i: jax.Array) -> tuple[_LoopState, list[Leaf]]:
         """Runs micro-batch i. Returns the new state, and its leaves of the aux that are stacked."""
         # 1. Its weight and its results. Loops of fun may add gradients already.
-        weight = self.loss.weight_of(self.batch, i, state.carried)
+        weight = self.loss.weight_of(i, state.carried)
         returned, begun = self._run_and_add(state, i, weight)
         # 2. Add the loss, and the gradients that are left.
         added = self.window.update(begun, returned.to_average, weight)
@@ -609,14 +594,10 @@ class _Loop(NamedTuple):
             is_kept &= added.dropped == state.window_state.dropped
         # 4. Add the rest of what it returned, if it is kept.
         aux, stacked = self.aux.update(state.aux, returned.aux, weight, is_kept)
-        overwritten = _overwritten.update(state.overwritten, returned.overwritten, is_kept)
         carried = selected(is_kept, returned.carried, state.carried)
-        new_state = _LoopState(added, overwritten, aux, carried)
-        return self._varying(new_state), stacked
+        return self._varying(_LoopState(added, aux, carried)), stacked
 
-    def run_where(
-        self, has_weight: jax.Array, start: _LoopState
-    ) -> tuple[_LoopState, list[jax.Array]]:
+    def run_where(self, has_weight: jax.Array, start: _LoopState) -> tuple[_LoopState, list[Leaf]]:
         """Runs the micro-batches that have a weight, in their order. Each device runs its own.
 
         1. Devices that wait for each other in a turn run the same ones: those that have a weight on any of them.
@@ -639,13 +620,13 @@ class _Loop(NamedTuple):
 
         # 3.
         def run(
-            at: jax.Array, before: tuple[_LoopState, list[jax.Array]]
-        ) -> tuple[_LoopState, list[jax.Array]]:
+            at: jax.Array, before: tuple[_LoopState, list[Leaf]]
+        ) -> tuple[_LoopState, list[Leaf]]:
             state, stacks = before
             number = lax.dynamic_index_in_dim(order, at, keepdims=False)
             state, new = self.turn(state, number)
             put = partial(lax.dynamic_update_index_in_dim, index=number, axis=0)
-            return state, [put(stack, x) for stack, x in zip(stacks, new, strict=True)]
+            return state, jax.tree.map(put, stacks, new)
 
         stacks = self.aux.empty_stacks(jax.eval_shape(turn)[1])
         return lax.fori_loop(0, jnp.sum(runs), run, (start, stacks))
@@ -659,7 +640,7 @@ class _Loop(NamedTuple):
         added are None.
         """
         # One micro-batch has no sum to add to. A policy looks at the gradients before they are added.
-        if self.batch.divisor == 1 or self.window.nonfinite != "propagate":
+        if self.loss.batch.divisor == 1 or self.window.nonfinite != "propagate":
             return self.traced(i, state.carried), state.window_state
         sums = state.window_state.gradient_sum
         leaves, structure = jax.tree.flatten(sums.gradients)
@@ -676,14 +657,12 @@ class _Loop(NamedTuple):
         """Returns the state with sums whose types vary over `own_axes`, because a loop keeps the types of its state."""
         if not self.own_axes:
             return state
-        sums = state._replace(carried=[])
-        return jax.tree.map(lambda x: as_varying(x, self.own_axes), sums)._replace(
-            carried=state.carried
-        )
+        vary = lambda x: as_varying(x, self.own_axes)  # noqa: E731
+        return jax.tree.map(vary, state._replace(carried=[]))._replace(carried=state.carried)
 
     def averages(self, window_state: GradAccumulatorState) -> _LossAndGradients:
         window = self.window
-        if self.batch.devices and self.loss.options.reduction != "sum":
+        if self.loss.batch.devices and self.loss.options.reduction != "sum":
             # Divided already, so a "sum" takes only the total.
             window_state = window.divided(window_state)
             window = Window(reduction="sum", sum_over=window.axes)
@@ -715,16 +694,6 @@ class _Loop(NamedTuple):
 def _axes_of(has_weight: jax.Array) -> AxisNames:
     """Returns the mapped axes along which devices may have other weights, if types show them."""
     return tuple(sorted(varying_axes(has_weight), key=str))
-
-
-def _aux_and_carry(returned: PyTree) -> tuple[PyTree, PyTree]:
-    """Returns the pair (aux, carry). Raises if `fun` returned something else beside the loss."""
-    if not isinstance(returned, tuple | list) or len(returned) != 2:
-        raise ValueError(
-            f"with carry_argnum, fun must return (loss, (aux, carry)), got {trees.shown(returned)} beside the loss"
-        )
-    aux, carry = returned
-    return aux, carry
 
 
 def _own_axes(loss: PyTree, params: PyTree, sum_over: Axes) -> AxisNames:

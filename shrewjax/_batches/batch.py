@@ -22,7 +22,7 @@ from shrewjax._batches.roles import Call
 class Batch(NamedTuple):
     """The arguments of one call in one order, those by position first. A number means an argument in this order."""
 
-    args: tuple[PyTree, ...]
+    args: tuple[PyTree, ...]  # without examples
     numbers: dict[str, tuple[int, ...]]  # by role
     params: dict[int, PyTree]  # those of `argnums`
     examples: dict[int, PyTree]  # as `_split_examples` returns them
@@ -43,28 +43,22 @@ class Batch(NamedTuple):
         return [replaced.get(at, x) for at, x in enumerate(self.args)]
 
     def whole_arguments(self) -> list[PyTree]:
-        """Returns the arguments of the whole batch on all devices. If the call maps it, its examples are zeros.
+        """Returns the arguments of the whole batch on all devices, to trace `fun`, which may change the trees."""
 
-        Copies the trees, because `fun` may change them.
-        """
-        replaced = dict(self.params)
-        if self.devices:
-            parts = self.divisor * self.devices
-            replaced |= jax.tree.map(
-                lambda x: jnp.zeros((len(x) * parts, *x.shape[2:]), x.dtype), self.examples
-            )
+        def whole(x: jax.Array) -> jax.Array:
+            of_device = x.reshape(len(x) * self.divisor, *x.shape[2:])
+            return jnp.concatenate([of_device] * max(self.devices, 1))
+
+        replaced = self.params | jax.tree.map(whole, self.examples)
         return jax.tree.map(lambda x: x, [replaced.get(at, x) for at, x in enumerate(self.args)])
 
-    def to_map(self) -> "Batch":
-        """Returns the batch without its examples, and with each other array once."""
-        args = tuple(() if at in self.examples else x for at, x in enumerate(self.args))
-        return self._replace(args=args, examples={}, params={})
-
-    def of_device(self, examples: dict[int, PyTree], axes: AxisNames) -> "Batch":
-        """Returns a batch without examples, with those of this device."""
-        params = {at: self.args[at] for at in self.numbers["argnums"]}
+    def of_device(
+        self, examples: dict[int, PyTree], args: tuple[PyTree, ...], axes: AxisNames
+    ) -> "Batch":
+        """Returns the batch of this device, from its examples and the other arguments."""
+        params = {at: args[at] for at in self.numbers["argnums"]}
         first = device_index(axes) * self.divisor
-        return self._replace(examples=examples, params=params, first_number=first)
+        return self._replace(args=args, params=params, examples=examples, first_number=first)
 
     def carry_of_device(self, carried: list[PyTree]) -> list[PyTree]:
         """Returns the carry with which a device begins. If the call maps it, each device has its own typed keys."""
@@ -78,12 +72,13 @@ class Batch(NamedTuple):
         return jax.tree.map(fold, carried) if self.devices else carried
 
 
-def batch_of_call(call: Call, axes: AxisNames, devices: int, *, is_sum: bool) -> Batch:
+def batch_of_call(call: Call, sum_over: AxisNames, devices: int, *, is_sum: bool) -> Batch:
     """Returns the arguments of one call of `accumulated_value_and_grad` by their roles.
 
-    `axes` are those mapped axes over which the examples are divided already. `devices` is the number of devices over
-    which they will be, or 0.
+    `devices` is the number of devices over which the examples will be divided along the axes of `sum_over`. If it is 0,
+    they are already.
     """
+    axes = () if devices else sum_over
     first_number = device_index(axes) * call.divisor if axes else 0
     examples = _split_examples(call, devices, is_sum)
 
@@ -98,7 +93,8 @@ def batch_of_call(call: Call, axes: AxisNames, devices: int, *, is_sum: bool) ->
         for at in call.numbers["argnums"]
     }
     whole = {at: jax.tree.map(varying, call.values[at]) for at in call.whole()}
-    args = tuple(whole.get(at, x) for at, x in enumerate(call.values))
+    others = whole | dict.fromkeys(examples, ())
+    args = tuple(others.get(at, x) for at, x in enumerate(call.values))
     return Batch(args, call.numbers, params, examples, call.divisor, first_number, devices)
 
 

@@ -381,7 +381,9 @@ def _message(
     batch = call.as_role("batch_argnums", *holders)
     message += f"If {call.name(at)} is the same for all micro-batches, pass {batch}"
     if path and isinstance(call.places[at], int) and call.numbers.get("carry_argnum") == ():
-        message += f". If fun returns a new one, return (loss, (aux, carry)), and pass carry_argnum={at}"
+        message += (
+            f". If fun returns a new one, return (loss, (aux, carry)), and pass carry_argnum={at}"
+        )
     return message
 
 
