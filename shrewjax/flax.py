@@ -497,9 +497,7 @@ def accumulated_value_and_grad(
     return of_batch
 
 
-def _with_model_by_position(
-    fun: Function, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
-) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
+def _with_model_by_position(fun: Function, args: PyTree, kwargs: PyTree) -> tuple[PyTree, PyTree]:
     """Returns the arguments, with the first one of `fun` by position, however it came."""
     if args:
         return args, kwargs
@@ -508,7 +506,8 @@ def _with_model_by_position(
         raise ValueError(
             "the first argument must be the model, got none by position. Pass it first"
         )
-    return (kwargs[first],), {name: x for name, x in kwargs.items() if name != first}
+    others = dict(kwargs)
+    return (others.pop(first),), others
 
 
 def _require_on_one_side(
@@ -561,25 +560,21 @@ class _Call:
     """
 
     def __init__(
-        self,
-        fun: Function,
-        has_aux: bool,
-        wrt: Any,
-        args: tuple[PyTree, ...],
-        kwargs: dict[str, PyTree],
+        self, fun: Function, has_aux: bool, wrt: Any, args: PyTree, kwargs: PyTree
     ) -> None:
         self._fun, self._has_aux = fun, has_aux
         self.given = args, kwargs = _with_model_by_position(fun, args, kwargs)
         model = args[0]
         # 1. Number the objects, those of the first argument first, and leave them out of the arguments.
         is_object = nnx.graph.is_graph_node
-        flat: Any = jax.tree.flatten_with_path((args, kwargs), is_object)
-        with_paths, self._treedef = flat
+        self._treedef: Any
+        with_paths, self._treedef = jax.tree.flatten_with_path((args, kwargs), is_object)
         self._paths, leaves = zip(*with_paths, strict=True)
         self._model: Any = jax.tree.structure(model, is_object)
         in_model = range(len(jax.tree.leaves(model, is_object)))
         numbered = {i: x for i, x in enumerate(leaves) if i in in_model or is_object(x)}
-        self._objects = {i: x if is_object(x) else jnp.asarray(x) for i, x in numbered.items()}
+        arrays = {i: jnp.asarray(x) for i, x in numbered.items() if not is_object(x)}
+        self._objects = numbered | arrays
         without = [None if i in numbered else x for i, x in enumerate(leaves)]
         (self._no_model, *others), self.kwargs = self._treedef.unflatten(without)
         after_model = dict(enumerate(args[1:], 1)) | kwargs
@@ -689,7 +684,8 @@ class _Call:
         of_leaves = iter(kept)
         state = jax.tree.map(lambda x, y: y if next(of_leaves) else x, new[1], state)
         # A function for weights keeps what the loss changes.
-        self._is_kept = [x and y for x, y in zip(self._is_kept or kept, kept, strict=True)]
+        before = self._is_kept or kept
+        self._is_kept = [x and y for x, y in zip(before, kept, strict=True)]
         return returned, state
 
     def _call(self, function: Any, old: PyTree, args: PyTree, kwargs: PyTree) -> Any:
@@ -726,9 +722,8 @@ class _Call:
         """
         flat = nnx.to_flat_state(_like(self._variables[1], state))
         kept = nnx.to_flat_state(_like(self._variables[1], self._is_kept))
-        changed = [
-            new for new, (_, x) in zip(flat, kept, strict=True) if not all(jax.tree.leaves(x))
-        ]
+        pairs = zip(flat, kept, strict=True)
+        changed = [new for new, (_, x) in pairs if not all(jax.tree.leaves(x))]
         nnx.update(self._objects, nnx.from_flat_state(changed))
 
     def like_model(self, grads: PyTree) -> PyTree:

@@ -50,18 +50,13 @@ class AuxLeaves:
     """
 
     def __init__(
-        self,
-        names: PyTree,
-        like: tuple[PyTree, list[Leaf]],
-        divisor: int,
-        size: int,
-        window: Window,
+        self, names: PyTree, like: tuple[PyTree, list[Leaf]], size: int, window: Window
     ) -> None:
-        self._divisor, self._size, self._window = divisor, size, window
-        self._sum_over = window.axes or ()
+        self._size, self._window, self._sum_over = size, window, window.axes or ()
         self._structure: Any = jax.tree.structure(like)
-        self._like = jax.tree.leaves(like)
-        self._paths = [trees.leaf_name(path[1:]) for path, _ in jax.tree.leaves_with_path(like)]
+        with_paths = jax.tree.leaves_with_path(like)
+        self._like = [x for _, x in with_paths]
+        self._paths = [trees.leaf_name(path[1:]) for path, _ in with_paths]
         aux, self._overwritten = like
         self._names = [*_names_of_leaves(names, aux), *["max"] * len(self._overwritten)]
         # The axes along which devices join the results of leaves, by the places of these.
@@ -81,8 +76,9 @@ class AuxLeaves:
             # `fun` may take no other number of examples, so that no other shape is known.
             with suppress(Exception):
                 whole = jax.eval_shape(of_whole_batch)
-        is_known = jax.tree.structure((whole, self._overwritten)) == self._structure
-        of_whole = jax.tree.leaves((whole, self._overwritten)) if is_known else self._like
+        both = whole, self._overwritten
+        is_known = jax.tree.structure(both) == self._structure
+        of_whole = jax.tree.leaves(both) if is_known else self._like
         each = zip(self._paths, self._like, of_whole, self._names, strict=True)
         for at, (path, x, large, name) in enumerate(each):
             if name == "mean":
@@ -97,21 +93,13 @@ class AuxLeaves:
         averaged = self._of(self._like, "mean")
         # `Window.init` adds the axes of `sum_over`, and refuses leaves that have them.
         means = [_empty("mean", x, without=self._sum_over) for x in averaged]
-        others = [
-            as_varying(_empty(name, x), self._reduced_over(name))
-            for name, x in zip(self._names, self._like, strict=True)
-            if name in COMBINE
-        ]
+        pairs = zip(self._names, self._like, strict=True)
+        others = [self._varying(name, _empty(name, x)) for name, x in pairs if name in COMBINE]
         return AuxSums(self._window.init(means), others)
 
-    def _reduced_over(self, name: str) -> AxisNames:
-        """Returns the axes over which a sum or maximum varies, also of a leaf that does not, because weights may."""
-        return () if name in OWN else self._sum_over
-
-    def empty_stacks(self, stacked: list[Leaf]) -> list[jax.Array]:
-        """Returns the stacks in which nothing has run yet, for what a micro-batch adds to them, or its types."""
-        empty = [_empty("stack", x) for x in stacked]
-        return [jnp.broadcast_to(x, (self._divisor, *x.shape)) for x in empty]
+    def _varying(self, name: str, x: jax.Array) -> jax.Array:
+        """Returns a leaf that varies over the axes over which it is reduced, because weights may."""
+        return as_varying(x, () if name in OWN else self._sum_over)
 
     def update(
         self, sums: AuxSums, aux: PyTree, weight: Scalar, is_kept: Flag
@@ -125,14 +113,12 @@ class AuxLeaves:
             means = self._window.update(means, averaged, weight, is_kept)
 
         def added(name: str, total: jax.Array, x: jax.Array) -> jax.Array:
-            return _combined(name, total, as_varying(x, self._reduced_over(name)), is_kept)
+            return _combined(name, total, self._varying(name, x), is_kept)
 
         names = self._of(self._names, *COMBINE)
         others = [*map(added, names, sums.others, self._of(leaves, *COMBINE))]
-        stacked = self._of(leaves, *STACKED)
-        return AuxSums(means, others), selected(
-            is_kept, stacked, jax.tree.map(jnp.zeros_like, stacked)
-        )
+        stacked = [selected(is_kept, x, jnp.zeros_like(x)) for x in self._of(leaves, *STACKED)]
+        return AuxSums(means, others), stacked
 
     def finalize(self, sums: AuxSums, stacked: list[jax.Array]) -> PyTree:
         """Returns the aux of the batch, and the statistics.
@@ -144,7 +130,8 @@ class AuxLeaves:
         if "mean" in self._names:
             average, has_weight = self._window.finalize(sums.means)
             means = [nan_unless(has_weight, x) for x in average.gradients]
-        others = combined_over(self._sum_over, self._of(self._names, *COMBINE), sums.others)
+        names = self._of(self._names, *COMBINE)
+        others = combined_over(self._sum_over, names, sums.others)
         # Put each leaf in its place.
         places = range(len(self._names))
         placed = dict(zip(self._of(places, "mean"), means, strict=True))
@@ -199,6 +186,12 @@ def _check_aux_leaf(leaf: str, x: Leaf, name: str, size: int) -> None:
         )
 
 
+def empty_stacks(count: int, stacked: list[Leaf]) -> list[jax.Array]:
+    """Returns stacks of so many zeros, for what each micro-batch adds to them, or its types."""
+    empty = [_empty("stack", x) for x in stacked]
+    return [jnp.broadcast_to(x, (count, *x.shape)) for x in empty]
+
+
 def _in_order(stacked: jax.Array) -> jax.Array:
     """Returns the rows of all micro-batches in the order of the batch, of which micro-batch i has i, i + K, ..."""
     count, size, *shape = stacked.shape
@@ -241,7 +234,8 @@ def _empty(name: str, like: Leaf, without: AxisNames = ()) -> jax.Array:
     empty = jnp.zeros(like.shape, dtype)
     if name in _EXTREMES:
         empty = _EXTREMES[name](jnp.zeros((0, *like.shape), dtype), [0])
-    return as_varying(partitioned_like(empty, like), tuple(varying_axes(like).difference(without)))
+    over = tuple(varying_axes(like).difference(without))
+    return as_varying(partitioned_like(empty, like), over)
 
 
 _EXTREMES = {"max": lax.reduce_max, "min": lax.reduce_min}

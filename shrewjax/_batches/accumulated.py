@@ -15,7 +15,7 @@ the sums that are divided by a weight: of loss and gradients, and of the average
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, ParamSpec, get_args
+from typing import Any, NamedTuple, ParamSpec, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
@@ -60,6 +60,7 @@ from shrewjax._batches._aux import (
     AuxLeaves,
     AuxSums,
     cast_like,
+    empty_stacks,
     nan_unless,
     selected,
 )
@@ -84,7 +85,7 @@ class _LossAndGradients(NamedTuple):
 
 class _Returned(NamedTuple):
     to_average: _LossAndGradients
-    aux: tuple[PyTree, list[Leaf]]  # and new values that Flax's fp8 layers return as gradients
+    aux: tuple[PyTree, list[Leaf]]  # and statistics of Flax's fp8 layers
     carried: list[PyTree]  # the new value of the argument `carry_argnum`, or empty
 
 
@@ -92,6 +93,10 @@ class _LoopState(NamedTuple):
     window_state: GradAccumulatorState
     aux: AuxSums
     carried: list[PyTree]
+
+
+_Ran: TypeAlias = tuple[_LoopState, list[Leaf]]
+"""The state after micro-batches, and the leaves of the aux that are stacked, of one or of all."""
 
 
 def accumulated_value_and_grad(
@@ -244,17 +249,21 @@ def accumulated_value_and_grad(
     """
     # The docstring has more than 70 lines, because its tables and its arguments are promises that tests hold.
     # 1. Check the arguments.
-    options = Options(**arguments.among(Options, locals()))
-    options.check()
+    arguments.integer("micro_batches", micro_batches, at_least=1)
+    _check_aux_reduction(aux_reduction, has_aux)
+    arguments.choice("nonfinite", nonfinite, get_args(NonfiniteOfBatch))
+    arguments.static_flag("skip_empty", skip_empty)
+    window = Window(**arguments.among(Window, locals()))
+    _check_weight_fn(weight_fn, reduction, skip_empty)
     has_carry = carry_argnum is not None
     if has_carry and not has_aux:
         raise ValueError(
             "carry_argnum needs has_aux=True, because fun returns (loss, (aux, carry))"
         )
-    reserved = {
-        "argnums": arguments.positions("argnums", argnums),
-        "carry_argnum": (arguments.integer("carry_argnum", carry_argnum),) if has_carry else (),
-    }
+    axes = window.axes or ()
+    of_params = arguments.positions("argnums", argnums)
+    of_carry = (arguments.integer("carry_argnum", carry_argnum),) if has_carry else ()
+    reserved = {"argnums": of_params, "carry_argnum": of_carry}
     roles = roles_of(fun, reserved, rng_argnums, batch_argnums)
     remedy = "Return jnp.sum of it"
     if reduction == "mean":
@@ -264,16 +273,17 @@ def accumulated_value_and_grad(
         # 2. Divide the arguments of a call.
         arguments.require_arguments_of_fun("weight_fn", weight_fn, args, kwargs)
         if reduction == "sum":
-            _require_no_sum_of_rows(options.axes)
-        devices = devices_to_map("sum_over", options.axes)
+            _require_no_sum_of_rows(axes)
+        devices = devices_to_map("sum_over", axes)
         call = roles.call(args, kwargs, micro_batches, max(devices, 1))
-        batch = batch_of_call(call, options.axes, devices, is_sum=reduction == "sum")
+        batch = batch_of_call(call, axes, devices, reduction == "sum")
         # 3. Run micro-batches of a loss that has its arguments in the batch's order.
         of_args = _checked_loss(call.in_order(fun), has_aux, has_carry, remedy)
-        by_jax = jax.value_and_grad(of_args, batch.numbers["argnums"], has_aux=True)
-        its_options = options._replace(weight_fn=weight_fn and call.in_order(weight_fn))
-        loss = _Loss(of_args, by_jax, its_options, batch)
-        (value, (aux, carried)), grads = (_run_on_each_device if devices else _run_here)(loss)
+        by_jax = jax.value_and_grad(of_args, call.numbers["argnums"], has_aux=True)
+        weigh = weight_fn and call.in_order(weight_fn)
+        loss = _Loss(of_args, by_jax, batch, window, reduction, aux_reduction, weigh, skip_empty)
+        run = _run_on_each_device if devices else _run_here
+        (value, (aux, carried)), grads = run(loss)
         # 4. Return what fun does.
         grads = grads if isinstance(argnums, Sequence) else grads[0]
         if not has_aux:
@@ -283,68 +293,46 @@ def accumulated_value_and_grad(
     return of_batch
 
 
-class Options(NamedTuple):
-    """How a batch is divided and reduced: the arguments of `accumulated_value_and_grad`, without those about roles."""
-
-    micro_batches: int
-    has_aux: bool = False
-    weight_fn: Function | None = None
-    aux_reduction: PyTree = "mean"
-    reduction: Reduction = "mean"
-    nonfinite: NonfiniteOfBatch = "propagate"
-    accumulator_dtype: DType = None
-    sum_over: AxisName | None = None
-    sharded_over: AxisName | None = None
-    skip_empty: bool = False
-
-    def check(self) -> None:
-        """Raises if an option is not as described."""
-        arguments.integer("micro_batches", self.micro_batches, at_least=1)
-        names, weight_fn = self.aux_reduction, self.weight_fn
-        if not self.has_aux and names != "mean":
-            raise ValueError(
-                f"aux_reduction={trees.shown(names)} needs has_aux=True, because fun returns (loss, aux)"
-            )
-        for name in jax.tree.leaves(names, is_leaf=lambda x: x is None):
-            arguments.choice("aux_reduction", name, ("mean", *STACKED, *COMBINE))
-        arguments.choice("nonfinite", self.nonfinite, get_args(NonfiniteOfBatch))
-        arguments.static_flag("skip_empty", self.skip_empty)
-        self.window()  # raises for its arguments
-        if weight_fn is not None and not callable(weight_fn):
-            raise ValueError(
-                f"weight_fn must be a function, got {trees.shown(weight_fn)}. Pass such as lambda params, x, y: len(x)"
-            )
-        if weight_fn is None and (self.skip_empty or self.reduction == "sum_over_weights"):
-            what = "skip_empty=True" if self.skip_empty else f"reduction={self.reduction!r}"
-            raise ValueError(
-                f"{what} needs weight_fn=, got None. Pass a function that returns the number of examples. Or leave out "
-                f"{what}"
-            )
-
-    def window(self) -> Window:
-        return Window(**arguments.among(Window, self._asdict()))
-
-    @property
-    def axes(self) -> AxisNames:
-        return arguments.axis_names("sum_over", self.sum_over) or ()
+def _check_aux_reduction(given: PyTree, has_aux: bool) -> None:
+    if not has_aux and given != "mean":
+        raise ValueError(
+            f"aux_reduction={trees.shown(given)} needs has_aux=True, because fun returns (loss, aux)"
+        )
+    for name in jax.tree.leaves(given, is_leaf=lambda x: x is None):
+        arguments.choice("aux_reduction", name, ("mean", *STACKED, *COMBINE))
 
 
-def sums_over_turns(turn: Function, params: PyTree, options: Options) -> PyTree:
-    """Runs `turn(i, params)` for each micro-batch i. Returns its `((loss, aux), gradients)`, added up or stacked.
+def _check_weight_fn(weight_fn: Any, reduction: str, skip_empty: bool) -> None:
+    """Raises if it is no function, or if there is none and another argument needs it."""
+    if weight_fn is not None and not callable(weight_fn):
+        raise ValueError(
+            f"weight_fn must be a function, got {trees.shown(weight_fn)}. Pass such as lambda params, x, y: len(x)"
+        )
+    what = "skip_empty=True" if skip_empty else f"reduction={reduction!r}"
+    if weight_fn is None and (skip_empty or reduction == "sum_over_weights"):
+        raise ValueError(
+            f"{what} needs weight_fn=, got None. Pass a function that returns the number of examples. Or leave out "
+            f"{what}"
+        )
 
-    `options.aux_reduction` says which leaves are stacked. The only examples here are the turns' numbers, one for each.
+
+def sums_over_turns(turn: Function, params: PyTree, count: int, window: Window) -> PyTree:
+    """Runs `turn(i, params)` for each micro-batch i of `count`. Returns its `((loss, aux), gradients)`.
+
+    Loss, gradients and the first half of the aux are added up, and the second half is stacked. The only examples here
+    are the turns' numbers, one for each.
     """
-    count = options.micro_batches
-    numbers = {"batch_argnums": (0,), "argnums": (1,), "rng_argnums": (), "carry_argnum": ()}
+    numbers = {"batch_argnums": (0,), "argnums": (1,)}
     examples = {0: jnp.arange(count, dtype=jnp.int32)[None]}
-    own = jax.tree.map(lambda x: as_varying(x, options.axes), params)
-    batch = Batch(((), own), numbers, {1: own}, examples, count, first_number=0, devices=0)
+    own = jax.tree.map(lambda x: as_varying(x, window.axes or ()), params)
+    batch = Batch(((), own), numbers, {1: own}, examples, count)
 
     def of_one(i: jax.Array, params: PyTree) -> tuple[PyTree, PyTree]:
         (value, aux), grads = turn(i[0], params)
         return (value, (aux, [])), (grads,)
 
-    (value, (aux, _)), (grads,) = _run_here(_Loss(of_one, of_one, options, batch))
+    loss = _Loss(of_one, of_one, batch, window, "sum", ("sum", "stack"))
+    (value, (aux, _)), (grads,) = _run_here(loss)
     return (value, aux), grads
 
 
@@ -355,19 +343,20 @@ def _run_here(loss: "_Loss") -> tuple[PyTree, PyTree]:
     # Outside of `jax.jit`, one program. Otherwise the loop closes over examples, and JAX keeps them alive
     # (tests/batches/test_micro_batched.py, "alive"). With `skip_empty`, reverse mode needs a number of turns that is
     # known here.
-    runs_as_it_is = is_traced(jnp.zeros(())) or loss.options.skip_empty
+    runs_as_it_is = is_traced(jnp.zeros(())) or loss.skip_empty
     return (run if runs_as_it_is else jax.jit(run))(loss.batch.examples)
 
 
 def _run_on_each_device(loss: "_Loss") -> tuple[PyTree, PyTree]:
-    options, batch, axes = loss.options, loss.batch, loss.options.axes
+    batch, axes = loss.batch, loss.axes
 
-    def run(examples: dict[int, PyTree], args: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
+    def run(examples: PyTree, args: PyTree) -> tuple[PyTree, PyTree]:
         return _run(loss.of(batch.of_device(examples, args, axes)))
 
     # Rows of examples stay on the devices that have their examples.
-    parts = ((False, (options.aux_reduction == "examples", False)), False)
-    returned, grads = on_each_device(run, axes, batch.examples, batch.args, returns_parts=parts)
+    parts = ((False, (loss.aux_reduction == "examples", False)), False)
+    on_devices = partial(on_each_device, run, axes, returns_parts=parts)
+    returned, grads = on_devices(batch.examples, batch.args)
     return returned, jax.tree.map(partitioned_like, grads, batch.with_role("argnums"))
 
 
@@ -419,14 +408,14 @@ def _require_no_sum_of_rows(axes: AxisNames) -> None:
 
 def _run(loss: "_Loss") -> tuple[PyTree, PyTree]:
     """Returns the results of the batch, or of a device's part of it. The module's docstring has its steps."""
-    options, batch, window = loss.options, loss.batch, loss.options.window()
+    batch = loss.batch
     # 1. Take the parameters and the carry. Statistics that Flax overwrites have no mean, so they stand apart.
     all_params = batch.with_role("argnums")
     params, old_values = _overwritten.separated(all_params)
     carried = [jax.tree.map(jnp.asarray, x) for x in batch.with_role("carry_argnum")]
 
     # 2. Trace fun once, for an abstract number of a micro-batch. It varies over devices if each runs its own.
-    has_weight = loss.has_weight(carried) if options.skip_empty else None
+    has_weight = loss.has_weight(carried) if loss.skip_empty else None
     number = jnp.int32(0)
     if has_weight is not None:
         number = as_varying(number, _axes_of(has_weight))
@@ -436,12 +425,11 @@ def _run(loss: "_Loss") -> tuple[PyTree, PyTree]:
     own_axes, aux = _checked(loss, traced, params, carried)
 
     # 4. Run the loop over all micro-batches, or over those with a weight.
-    loop = _Loop(window, loss, traced, aux, own_axes)
+    loop = _Loop(loss.window, loss, traced, aux, own_axes)
     start = loop.start(params, batch.carry_of_device(carried))
     if has_weight is None:
-        end, stacked = scan_in_order(
-            loop.turn, start, batch.divisor, has_convolutions=traced.has_convolutions()
-        )
+        is_slow = traced.has_convolutions()
+        end, stacked = scan_in_order(loop.turn, start, batch.divisor, has_convolutions=is_slow)
     else:
         end, stacked = loop.run_where(has_weight, start)
 
@@ -464,12 +452,10 @@ def _checked(
 
     Raises if `fun` returned something that cannot be averaged, reduced or carried.
     """
-    options, batch, like = loss.options, loss.batch, traced.result_types
-    axes = options.axes
-    if batch.devices and {*axes} & traced.constrained_axes():
+    batch, like, sum_over = loss.batch, traced.result_types, loss.window.axes
+    if batch.devices and {*loss.axes} & traced.constrained_axes():
         # JAX raises as late as it lowers the program. `on_each_device` adds the remedies.
-        raise ValueError(f"fun constrains an array to mesh axes in sum_over={axes!r}")
-    sum_over = arguments.axis_names("sum_over", options.sum_over)
+        raise ValueError(f"fun constrains an array to mesh axes in sum_over={sum_over!r}")
     own_axes = _own_axes(like.to_average.value, params, sum_over)
     loss.check_weight(carried)
     if carried:
@@ -477,10 +463,9 @@ def _checked(
         _check_carried(like.carried, carried, weight)
     examples = jax.tree.leaves(batch.examples)
     size = examples[0].shape[0] if examples else 0
-    means = Window(sum_over=sum_over)
-    aux = AuxLeaves(options.aux_reduction, like.aux, batch.divisor, size, means)
+    aux = AuxLeaves(loss.aux_reduction, like.aux, size, Window(sum_over=sum_over))
     if batch.divisor * max(batch.devices, 1) > 1:
-        is_joined = batch.devices > 0 and options.aux_reduction != "examples"
+        is_joined = batch.devices > 0 and loss.aux_reduction != "examples"
         aux.find_axes(loss.aux_of_whole_batch, is_joined)
     return own_axes, aux
 
@@ -498,8 +483,16 @@ _WHOLE_IN_ARGNUMS = (
 class _Loss(NamedTuple):
     fun: Function  # as `_checked_loss` returns it
     value_and_grad: Function  # of `fun`, by a tuple of arguments
-    options: Options  # whose `weight_fn` takes the arguments in order, as `fun` does
     batch: Batch
+    window: Window
+    reduction: Reduction
+    aux_reduction: PyTree
+    weight_fn: Function | None = None  # takes the arguments in order, as `fun` does
+    skip_empty: bool = False
+
+    @property
+    def axes(self) -> AxisNames:
+        return self.window.axes or ()
 
     def of(self, batch: Batch) -> "_Loss":
         return self._replace(batch=batch)
@@ -512,8 +505,9 @@ class _Loss(NamedTuple):
             error.add_note(_NO_SELECTION)
             raise
         except (TypeError, ValueError) as error:
-            counts = {(x.shape[0] * batch.divisor,) for x in jax.tree.leaves(batch.examples)}
-            if counts & {np.shape(x)[:1] for x in jax.tree.leaves(batch.params)}:
+            examples, params = map(jax.tree.leaves, (batch.examples, batch.params))
+            counts = {(x.shape[0] * batch.divisor,) for x in examples}
+            if counts & {np.shape(x)[:1] for x in params}:
                 error.add_note(_WHOLE_IN_ARGNUMS)
             raise
         (value, (aux, carried)), all_grads = summed(results)
@@ -525,10 +519,10 @@ class _Loss(NamedTuple):
 
         XLA leaves an all-reduce inside the loop if a constant multiplies it (XLA-24).
         """
-        weigh, is_mean = self.options.weight_fn, self.options.reduction == "mean"
-        if weigh is None:
+        is_mean = self.reduction == "mean"
+        if self.weight_fn is None:
             return 1.0
-        weight = arguments.weight(weigh(*self.batch.arguments(i, carried)), {()})
+        weight = arguments.weight(self.weight_fn(*self.batch.arguments(i, carried)), {()})
         return 1.0 if is_mean and isinstance(weight, float) and weight else weight
 
     def has_weight(self, carried: list[PyTree]) -> jax.Array:
@@ -547,12 +541,13 @@ class _Loss(NamedTuple):
         batch = self.batch
 
         def weight(params: dict[int, PyTree]) -> jax.Array:
-            return jnp.asarray(self.of(batch._replace(params=params)).weight_of(0, carried))
+            loss = self.of(batch._replace(params=params))
+            return jnp.asarray(loss.weight_of(0, carried))
 
         def tangent(tangents: dict[int, PyTree]) -> jax.Array:
             return jax.jvp(weight, (batch.params,), (tangents,))[1]
 
-        if self.options.reduction != "sum" and any(reads(tangent, batch.params)):
+        if self.reduction != "sum" and any(reads(tangent, batch.params)):
             raise ValueError(
                 "weight_fn must have no derivative by parameters. Return jax.lax.stop_gradient(weight). Or let fun "
                 "multiply by it, and pass reduction='sum'"
@@ -580,7 +575,7 @@ class _Loop(NamedTuple):
         state = _LoopState(empty._replace(gradient_sum=sums), self.aux.init(), carried)
         return self._varying(placed_like(state, (self.loss.batch.examples, params)))
 
-    def turn(self, state: _LoopState, i: jax.Array) -> tuple[_LoopState, list[Leaf]]:
+    def turn(self, state: _LoopState, i: jax.Array) -> _Ran:
         """Runs micro-batch i. Returns the new state, and its leaves of the aux that are stacked."""
         # 1. Its weight and its results. Loops of fun may add gradients already.
         weight = self.loss.weight_of(i, state.carried)
@@ -597,7 +592,7 @@ class _Loop(NamedTuple):
         carried = selected(is_kept, returned.carried, state.carried)
         return self._varying(_LoopState(added, aux, carried)), stacked
 
-    def run_where(self, has_weight: jax.Array, start: _LoopState) -> tuple[_LoopState, list[Leaf]]:
+    def run_where(self, has_weight: jax.Array, start: _LoopState) -> _Ran:
         """Runs the micro-batches that have a weight, in their order. Each device runs its own.
 
         1. Devices that wait for each other in a turn run the same ones: those that have a weight on any of them.
@@ -619,16 +614,14 @@ class _Loop(NamedTuple):
         order = as_varying(jnp.argsort(~runs, stable=True).astype(jnp.int32), axes)
 
         # 3.
-        def run(
-            at: jax.Array, before: tuple[_LoopState, list[Leaf]]
-        ) -> tuple[_LoopState, list[Leaf]]:
+        def run(at: jax.Array, before: _Ran) -> _Ran:
             state, stacks = before
             number = lax.dynamic_index_in_dim(order, at, keepdims=False)
             state, new = self.turn(state, number)
             put = partial(lax.dynamic_update_index_in_dim, index=number, axis=0)
             return state, jax.tree.map(put, stacks, new)
 
-        stacks = self.aux.empty_stacks(jax.eval_shape(turn)[1])
+        stacks = empty_stacks(self.loss.batch.divisor, jax.eval_shape(turn)[1])
         return lax.fori_loop(0, jnp.sum(runs), run, (start, stacks))
 
     def _run_and_add(
@@ -662,7 +655,7 @@ class _Loop(NamedTuple):
 
     def averages(self, window_state: GradAccumulatorState) -> _LossAndGradients:
         window = self.window
-        if self.loss.batch.devices and self.loss.options.reduction != "sum":
+        if self.loss.batch.devices and self.loss.reduction != "sum":
             # Divided already, so a "sum" takes only the total.
             window_state = window.divided(window_state)
             window = Window(reduction="sum", sum_over=window.axes)
@@ -670,7 +663,7 @@ class _Loop(NamedTuple):
         # If no micro-batch is kept, the sums are still zeros, and so are the gradients.
         like = self.traced.result_types.to_average
         value, grads = jax.tree.map(cast_like, average.gradients, like)
-        if self.loss.options.reduction != "sum":
+        if self.loss.reduction != "sum":
             value = nan_unless(has_weight, value)
         return _LossAndGradients(value, grads)
 
@@ -682,7 +675,7 @@ class _Loop(NamedTuple):
         """
         first = partial(self.traced, jnp.int32(0))
         is_same = iter(returned_as_given(lambda carried: first(carried).carried, old))
-        axes = self.loss.options.axes
+        axes = self.loss.axes
         has_new = jnp.any(end.window_state.sum_of_weights != 0)
 
         def one(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -708,26 +701,24 @@ def _own_axes(loss: PyTree, params: PyTree, sum_over: Axes) -> AxisNames:
             f"the loss is already reduced over {', '.join(map(repr, reduced))} of sum_over={axes!r}. Return the "
             f"loss of the device's own examples. Or {sum_over_others(axes, reduced)}"
         )
-    along = sorted(varying_axes(loss) - set(axes), key=str)
-    leaves = [x for x in jax.tree.leaves(trees.parameter_arrays(params)) if is_gradient(x)]
-    if along and sum_over == () and all(set(along) <= varying_axes(x) for x in leaves):
-        return tuple(along)
-    if along:
+    along = tuple(sorted(varying_axes(loss) - set(axes), key=str))
+    leaves = filter(is_gradient, jax.tree.leaves(trees.parameter_arrays(params)))
+    is_own = sum_over == () and all({*along} <= varying_axes(x) for x in leaves)
+    if along and not is_own:
         wanted = (*axes, *along)
         raise ValueError(
             f"the loss may differ over {', '.join(map(repr, along))}. Pass "
             f"sum_over={wanted if len(wanted) > 1 else along[0]!r} if examples differ. Or reduce the loss by "
             "jax.lax.pmean. For each device's own gradients, pass sum_over=() and jax.lax.pcast(params, "
-            f"{tuple(along)}, to='varying')"
+            f"{along}, to='varying')"
         )
-    return ()
+    return along
 
 
 def _check_carried(new: list[PyTree], carried: list[PyTree], weight: Leaf) -> None:
     """Raises if a micro-batch would change the carry's structure, shapes, dtypes or the axes over which it varies."""
-    check_unchanged(
-        new[0], carried[0], "the carry that fun returns must be like the one that it gets"
-    )
+    what = "the carry that fun returns must be like the one that it gets"
+    check_unchanged(new[0], carried[0], what)
 
     def check(path: KeyPath, new: Leaf, old: Leaf) -> None:
         if along := newly_varying(new, old) or newly_varying(weight, old):

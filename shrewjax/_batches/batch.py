@@ -5,6 +5,7 @@ whole.
 """
 
 import math
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,23 +24,23 @@ class Batch(NamedTuple):
     """The arguments of one call in one order, those by position first. A number means an argument in this order."""
 
     args: tuple[PyTree, ...]  # without examples
-    numbers: dict[str, tuple[int, ...]]  # by role
+    numbers: Mapping[str, tuple[int, ...]]  # by role
     params: dict[int, PyTree]  # those of `argnums`
     examples: dict[int, PyTree]  # as `_split_examples` returns them
     divisor: int  # number of micro-batches
-    first_number: Number  # of the device's first micro-batch, over all devices
-    devices: int  # over which the call itself maps the examples, or 0
+    first_number: Number = 0  # of the device's first micro-batch, over all devices
+    devices: int = 0  # over which the call itself maps the examples, or 0
 
     def with_role(self, name: str) -> tuple[PyTree, ...]:
-        return tuple(self.args[at] for at in self.numbers[name])
+        return tuple(self.args[at] for at in self.numbers.get(name, ()))
 
     def arguments(self, i: Number, carried: list[PyTree]) -> list[PyTree]:
         of_examples = partial(lax.dynamic_index_in_dim, index=i, axis=1, keepdims=False)
         replaced = self.params | jax.tree.map(of_examples, self.examples)
-        for at in self.numbers["rng_argnums"]:
+        for at in self.numbers.get("rng_argnums", ()):
             fold = partial(jax.random.fold_in, data=self.first_number + i)
             replaced[at] = jax.tree.map(fold, self.args[at])
-        replaced |= dict(zip(self.numbers["carry_argnum"], carried, strict=True))
+        replaced |= zip(self.numbers.get("carry_argnum", ()), carried, strict=True)
         return [replaced.get(at, x) for at, x in enumerate(self.args)]
 
     def whole_arguments(self) -> list[PyTree]:
@@ -50,15 +51,15 @@ class Batch(NamedTuple):
             return jnp.concatenate([of_device] * max(self.devices, 1))
 
         replaced = self.params | jax.tree.map(whole, self.examples)
-        return jax.tree.map(lambda x: x, [replaced.get(at, x) for at, x in enumerate(self.args)])
+        args = [replaced.get(at, x) for at, x in enumerate(self.args)]
+        return jax.tree.map(lambda x: x, args)
 
-    def of_device(
-        self, examples: dict[int, PyTree], args: tuple[PyTree, ...], axes: AxisNames
-    ) -> "Batch":
+    def of_device(self, examples: PyTree, args: PyTree, axes: AxisNames) -> "Batch":
         """Returns the batch of this device, from its examples and the other arguments."""
         params = {at: args[at] for at in self.numbers["argnums"]}
         first = device_index(axes) * self.divisor
-        return self._replace(args=args, params=params, examples=examples, first_number=first)
+        own = self._replace(args=args, params=params, examples=examples)
+        return own._replace(first_number=first)
 
     def carry_of_device(self, carried: list[PyTree]) -> list[PyTree]:
         """Returns the carry with which a device begins. If the call maps it, each device has its own typed keys."""
@@ -72,7 +73,7 @@ class Batch(NamedTuple):
         return jax.tree.map(fold, carried) if self.devices else carried
 
 
-def batch_of_call(call: Call, sum_over: AxisNames, devices: int, *, is_sum: bool) -> Batch:
+def batch_of_call(call: Call, sum_over: AxisNames, devices: int, is_sum: bool) -> Batch:
     """Returns the arguments of one call of `accumulated_value_and_grad` by their roles.
 
     `devices` is the number of devices over which the examples will be divided along the axes of `sum_over`. If it is 0,
@@ -88,14 +89,12 @@ def batch_of_call(call: Call, sum_over: AxisNames, devices: int, *, is_sum: bool
     # Whole arguments become a device's own. In `shard_map`, JAX would otherwise reduce gradients by them on every
     # micro-batch (tests/batches/test_accumulated.py, "cross_the_network_once"), also those that `fun` takes itself
     # (tests/devices/test_sum_over.py, "inner_step").
-    params = {
-        at: jax.tree.map(lambda x: as_varying(x, axes), call.values[at])
-        for at in call.numbers["argnums"]
-    }
+    params = {at: call.values[at] for at in call.numbers["argnums"]}
+    own = jax.tree.map(lambda x: as_varying(x, axes), params)
     whole = {at: jax.tree.map(varying, call.values[at]) for at in call.whole()}
     others = whole | dict.fromkeys(examples, ())
     args = tuple(others.get(at, x) for at, x in enumerate(call.values))
-    return Batch(args, call.numbers, params, examples, call.divisor, first_number, devices)
+    return Batch(args, call.numbers, own, examples, call.divisor, first_number, devices)
 
 
 def _split_examples(call: Call, devices_to_map: int, is_sum: bool) -> dict[int, PyTree]:
@@ -119,20 +118,20 @@ def _split_examples(call: Call, devices_to_map: int, is_sum: bool) -> dict[int, 
 
 
 def _check_divisible(call: Call, name: str, count: int, devices: int, is_sum: bool) -> None:
-    divisor = call.divisor
     if count == 0:
         raise ValueError(
             f"{name} must hold an example, got none. Leave out the call for an empty batch"
         )
-    if count % (divisor * devices):
-        padded = -(-count // (divisor * devices)) * divisor * devices
+    parts = call.divisor * devices
+    if count % parts:
         over = f" on each of {devices} devices" if devices > 1 else ""
-        padding = (
-            "leave the padding out of the loss" if is_sum else "let weight_fn= count the real ones"
-        )
+        padding = "let weight_fn= count the real ones"
+        if is_sum:
+            padding = "leave the padding out of the loss"
         raise ValueError(
-            f"{name} has {count} examples, which micro_batches={divisor}{over} does not divide. Pad the batch to "
-            f"{padded}, and {padding}. If it holds none, pass parameters first, or pass batch_argnums="
+            f"{name} has {count} examples, which micro_batches={call.divisor}{over} does not divide. Pad the batch to "
+            f"{-(-count // parts) * parts}, and {padding}. If it holds none, pass parameters first, or pass "
+            "batch_argnums="
         )
 
 

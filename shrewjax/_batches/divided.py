@@ -23,13 +23,14 @@ from jax import lax
 from shrewjax._base.axes import as_varying, varying_axes
 from shrewjax._base.mesh import on_each_device
 from shrewjax._base.types import AxisNames, DType, Function, Leaf, PyTree
-from shrewjax._batches.accumulated import Options, sums_over_turns
+from shrewjax._batches.accumulated import sums_over_turns
 from shrewjax._division.kinds import SAME, Fact, Program, Var, is_inexact, made_by
 from shrewjax._division.micro_batch import Env, MicroBatch
 from shrewjax._division.plan import Plan
 from shrewjax._division.report import check_share
 from shrewjax._division.rows import Rows, Turns, joined, turns
 from shrewjax._programs.jaxprs import Jaxpr, shape_of
+from shrewjax._windows.window import Window
 
 
 class Setting(NamedTuple):
@@ -207,15 +208,9 @@ class Pass:
             declared = {key: as_declared(key[0], y) for key, y in values.items()}
             return self._micro_batch(batch, declared)
 
-        options = Options(
-            its.last - its.first,
-            has_aux=True,
-            aux_reduction=("sum", "stack"),
-            reduction="sum",
-            accumulator_dtype=setting.accumulator_dtype,
-            sum_over=setting.axes,
-        )
-        (_, (sums, stacks)), grads = sums_over_turns(turn, params, options)
+        dtype, count = setting.accumulator_dtype, its.last - its.first
+        window = Window(reduction="sum", accumulator_dtype=dtype, sum_over=setting.axes)
+        (_, (sums, stacks)), grads = sums_over_turns(turn, params, count, window)
         return (sums, grads), stacks
 
     def _micro_batch(self, batch: MicroBatch, env: Env) -> Any:

@@ -5,6 +5,7 @@ alone. Whatever the function does, nothing crosses the axes of the batch.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -88,15 +89,16 @@ def per_device(
     def rows_of_devices(*args: PyTree, **kwargs: PyTree) -> PyTree:
         devices = _devices_along(names)
         call = roles.call(args, kwargs, devices)
+        in_order = call.in_order(fun)
 
         def run(examples: dict[int, PyTree], others: dict[int, PyTree]) -> PyTree:
-            device = device_index(names)
+            fold = partial(jax.random.fold_in, data=device_index(names))
             for at in call.numbers["rng_argnums"]:
-                others[at] = jax.tree.map(lambda key: jax.random.fold_in(key, device), others[at])
+                others[at] = jax.tree.map(fold, others[at])
             given = examples | others
             before = jax.tree.leaves(given)
             with as_on_one_device(names):
-                returned = call.in_order(fun)(*(given[at] for at in range(len(given))))
+                returned = in_order(*(given[at] for at in range(len(given))))
             _check_unchanged(call, before, given)
             return jax.tree.map(lambda x: jnp.asarray(x)[None], returned)
 

@@ -9,6 +9,7 @@ names the leaf, what it needs and what came. Then it names the roles to pass.
 
 import inspect
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Literal, NamedTuple, TypeAlias
 
 import jax
@@ -27,7 +28,12 @@ Places: TypeAlias = dict[str, tuple[Place, ...]]
 
 def label(place: Place) -> str:
     """Returns an argument's name in messages."""
-    return f"argument {place}" if isinstance(place, int) else f"keyword argument {place}"
+    kind = "argument" if isinstance(place, int) else "keyword argument"
+    return f"{kind} {place}"
+
+
+LeafOfCall: TypeAlias = tuple[int, KeyPath, Leaf]
+"""A leaf of a call, behind the number of its argument and its path there."""
 
 
 class Call(NamedTuple):
@@ -42,9 +48,10 @@ class Call(NamedTuple):
     def name(self, at: int, path: KeyPath = ()) -> str:
         return label(self.places[at]) + jax.tree_util.keystr(path)
 
-    def leaves(self, *numbers: int) -> list[tuple[int, KeyPath, Leaf]]:
-        """Returns all leaves of these arguments, each behind its argument and its path."""
-        return [(at, *x) for at in numbers for x in jax.tree.leaves_with_path(self.values[at])]
+    def leaves(self, *numbers: int) -> list[LeafOfCall]:
+        """Returns all leaves of these arguments."""
+        of_each = [(at, jax.tree.leaves_with_path(self.values[at])) for at in numbers]
+        return [(at, path, x) for at, leaves in of_each for path, x in leaves]
 
     def with_role(self, name: str) -> tuple[int, ...]:
         return self.numbers.get(name, ())
@@ -61,7 +68,8 @@ class Call(NamedTuple):
         count = len(self.places) - len(names)
 
         def of_values(*values: PyTree) -> PyTree:
-            return function(*values[:count], **dict(zip(names, values[count:], strict=True)))
+            by_name = dict(zip(names, values[count:], strict=True))
+            return function(*values[:count], **by_name)
 
         return of_values
 
@@ -87,9 +95,7 @@ class Roles(NamedTuple):
     given: Mapping[str, tuple[Place, ...] | None]  # the last is `batch_argnums`
     part: PartName
 
-    def call(
-        self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], divisor: int, devices: int = 1
-    ) -> Call:
+    def call(self, args: PyTree, kwargs: PyTree, divisor: int, devices: int = 1) -> Call:
         """Returns the arguments of one call by their roles. Raises if one does not fit its role.
 
         `divisor` is the number of micro-batches, each of which `devices` share, or the number of devices.
@@ -103,7 +109,7 @@ class Roles(NamedTuple):
         for at, path, x in call.leaves(*call.with_role("argnums")):
             check_parameter(call.name(at, path), x)
         for leaf in call.leaves(*call.with_role("rng_argnums")):
-            _check_folded(call, *leaf)
+            _check_folded(call, leaf)
         if self.part == "device":
             _check_whole(call, _numbers_of_examples(call))
             return call
@@ -118,7 +124,7 @@ class Roles(NamedTuple):
             _check_whole(call, {count})
         return call
 
-    def require_no_flax_state(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> None:
+    def require_no_flax_state(self, args: PyTree, kwargs: PyTree) -> None:
         """Raises if an NNX object has state that `fun` changes, because only `shrewjax.flax` keeps it."""
         models = self.places(args, kwargs).get("argnums") or (0,)
         given: list[tuple[Place, PyTree]] = [*enumerate(args), *kwargs.items()]
@@ -129,7 +135,7 @@ class Roles(NamedTuple):
                     "Call the function of this name in shrewjax.flax"
                 )
 
-    def examples(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> dict[int, int]:
+    def examples(self, args: PyTree, kwargs: PyTree) -> dict[int, int]:
         """Returns the number of examples in each leaf of `(args, kwargs)` that holds some, by the leaf's number.
 
         Nothing depends on which arrays are examples but memory. By default, those by keyword hold them if none does by
@@ -183,7 +189,8 @@ class Roles(NamedTuple):
                         "Pass the batch. Or name it in batch_argnums="
                     )
             else:
-                places = tuple(_place_of_role(name, at, names, count, keywords) for at in wanted)
+                place_of = partial(_place_of_role, name, names, count, keywords)
+                places = tuple(map(place_of, wanted))
             for place in places:
                 if place in taken:
                     raise ValueError(
@@ -233,7 +240,9 @@ def roles_of(
     """
     if not callable(fun):
         raise ValueError(f"fun must be a function, got {trees.shown(fun)}")
-    batch = None if batch_argnums is None else arguments.places("batch_argnums", batch_argnums)
+    batch = batch_argnums
+    if batch is not None:
+        batch = arguments.places("batch_argnums", batch)
     if reserved is None:
         reserved = {_WHOLE_BY_DEFAULT: (0,)} if batch is None else {}
     keys = arguments.places("rng_argnums", rng_argnums)
@@ -251,7 +260,7 @@ def positional_names(fun: Function) -> list[str]:
 
 
 def _place_of_role(
-    role: str, at: Place, names: list[str], count: int, keywords: Collection[str]
+    role: str, names: list[str], count: int, keywords: Collection[str], at: Place
 ) -> Place:
     """Returns how the argument came that a position or a name means."""
     if at in keywords:
@@ -263,8 +272,10 @@ def _place_of_role(
     if isinstance(at, str):
         if at in names[:count]:
             return names.index(at)
-        remedy = f"Name one of {', '.join([*names[:count], *keywords])}. Or pass a position"
-        raise ValueError(f"{name} has the name {at!r}, but {came}. {remedy}")
+        known = ", ".join([*names[:count], *keywords])
+        raise ValueError(
+            f"{name} has the name {at!r}, but {came}. Name one of {known}. Or pass a position"
+        )
     if -count <= at < count:
         return at % count
     if 0 <= at < len(names) and names[at] in keywords:
@@ -286,13 +297,12 @@ def check_parameter(name: str, x: Leaf) -> None:
         )
 
 
-def _check_folded(call: Call, at: int, path: KeyPath, x: Leaf) -> None:
+def _check_folded(call: Call, leaf: LeafOfCall) -> None:
     """Raises unless a leaf of an argument in `rng_argnums` is one key, typed or raw."""
-    dtype: DType = getattr(x, "dtype", np.object_)
-    is_typed = trees.is_typed_key(x)
-    if np.ndim(x) == (0 if is_typed else 1) and (is_typed or dtype == np.uint32):
+    at, path, x = leaf
+    if is_key(x) and np.ndim(x) == (0 if trees.is_typed_key(x) else 1):
         return
-    given = f"shape {x.shape} and dtype {dtype}" if hasattr(x, "dtype") else trees.shown(x)
+    given = f"shape {x.shape} and dtype {x.dtype}" if hasattr(x, "dtype") else trees.shown(x)
     raise ValueError(
         f"{call.name(at, path)} in rng_argnums must be one PRNG key, got {given}. Pass jax.random.key(seed). Put keys "
         "of examples into batch_argnums"
@@ -302,11 +312,12 @@ def _check_folded(call: Call, at: int, path: KeyPath, x: Leaf) -> None:
 def _numbers_of_examples(call: Call) -> set[int]:
     """Returns the numbers of examples. Raises if an array has no first axis that the devices divide."""
     devices, sizes = call.divisor, set()
-    for at, path, x in call.leaves(*call.with_role("batch_argnums")):
+    for leaf in call.leaves(*call.with_role("batch_argnums")):
+        at, path, x = leaf
         name, shape = call.name(at, path), np.shape(x)
         is_rows_of_keys = shape and trees.is_typed_key(x)
         if is_key(x) and not is_rows_of_keys:
-            raise ValueError(_key_message(call, at, path, x))
+            raise ValueError(_key_message(call, leaf))
         if not shape:
             raise ValueError(
                 f"{name} must have a first axis of examples, got {x!r}. Pass it by itself, and "
@@ -323,9 +334,10 @@ def _numbers_of_examples(call: Call) -> set[int]:
 
 def _check_whole(call: Call, sizes: Collection[int | None]) -> None:
     """Raises if arguments that reach every part whole hold PRNG keys, or one by keyword has B examples."""
-    for at, path, x in call.leaves(*call.whole()):
+    for leaf in call.leaves(*call.whole()):
+        at, path, x = leaf
         if is_key(x):
-            raise ValueError(_key_message(call, at, path, x))
+            raise ValueError(_key_message(call, leaf))
         if isinstance(call.places[at], str) and {*np.shape(x)[:1]} & {*sizes}:
             held = call.with_role("batch_argnums")
             batch = call.as_role("batch_argnums", *held, at)
@@ -336,6 +348,10 @@ def _check_whole(call: Call, sizes: Collection[int | None]) -> None:
             )
 
 
+Held: TypeAlias = dict[int, int | None]
+"""For each argument, the first axis that most of its leaves have, or None."""
+
+
 def number_of_examples(call: Call) -> int | None:
     """Returns the number of examples, which is None without arrays of them. Raises if a leaf has another."""
     batch = call.with_role("batch_argnums")
@@ -343,27 +359,26 @@ def number_of_examples(call: Call) -> int | None:
     if len(counts) < 2 and None not in counts:
         return next(iter(counts), None)
     # 1. Find the number that most arguments hold. If none of the batch holds any, it may be in one without a role.
-    holders = {at: _held(call, at) for at in (*batch, *call.whole())}
-    if any(map(holders.get, batch)):
-        holders = {at: holders[at] for at in batch}
-    count = _likely_count(call, holders)
+    held = {at: _held(call, at) for at in (*batch, *call.whole())}
+    if any(map(held.get, batch)):
+        held = {at: held[at] for at in batch}
+    count = _likely_count(call, held)
     # 2. Name a leaf that has another one.
     leaves = call.leaves(*batch)
     odd = next((leaf for leaf in leaves if _first_size(leaf[-1]) != count), leaves[0])
-    raise ValueError(_message(call, *odd, count, holders))
+    raise ValueError(_message(call, odd, count, held))
 
 
-def _message(
-    call: Call, at: int, path: KeyPath, x: Leaf, count: int | None, held: dict[int, int | None]
-) -> str:
+def _message(call: Call, leaf: LeafOfCall, count: int | None, held: Held) -> str:
+    at, path, x = leaf
     if is_key(x):
-        return _key_message(call, at, path, x)
+        return _key_message(call, leaf)
     if _is_no_tree(x):
         return _message_of_no_tree(call.places[at], x)
     # 1. Say what the leaf needs, and what came.
     need = "an axis of examples"
     if count is not None:
-        like = next(leaf for leaf in call.leaves(*held) if _first_size(leaf[-1]) == count)
+        like = next(x for x in call.leaves(*held) if _first_size(x[-1]) == count)
         need = f"a first axis of {count} examples, as {call.name(*like[:2])} has"
     came = f"shape {np.shape(x)}" if is_array(x) else getattr(x, "dtype", type(x).__name__)
     message = f"{call.name(at, path)} must have {need}, got {came}. "
@@ -380,15 +395,17 @@ def _message(
         return f"{message}If it is the same for all micro-batches, {remedy}"
     batch = call.as_role("batch_argnums", *holders)
     message += f"If {call.name(at)} is the same for all micro-batches, pass {batch}"
-    if path and isinstance(call.places[at], int) and call.numbers.get("carry_argnum") == ():
+    can_be_carried = isinstance(call.places[at], int) and call.numbers.get("carry_argnum") == ()
+    if path and can_be_carried:
         message += (
             f". If fun returns a new one, return (loss, (aux, carry)), and pass carry_argnum={at}"
         )
     return message
 
 
-def _key_message(call: Call, at: int, path: KeyPath, x: Leaf) -> str:
+def _key_message(call: Call, leaf: LeafOfCall) -> str:
     """Returns the message for a PRNG key without a role."""
+    at, path, x = leaf
     is_typed = trees.is_typed_key(x)
     keys = call.as_role("rng_argnums", *call.with_role("rng_argnums"), at)
     if is_typed and np.ndim(x):
@@ -404,7 +421,7 @@ def _key_message(call: Call, at: int, path: KeyPath, x: Leaf) -> str:
     )
 
 
-def _likely_count(call: Call, held: dict[int, int | None]) -> int | None:
+def _likely_count(call: Call, held: Held) -> int | None:
     """Returns the number of examples that most arguments hold. Among equals, K divides it, or it comes last."""
     candidates = [(at, n) for at in held for n in _counts(call, at) if n is not None]
 
