@@ -112,7 +112,8 @@ class Optimizer(nnx.Optimizer[Any]):
                 "Optimizer(model, tx, wrt=nnx.Param)"
             )
         init = lambda params: with_own_buffers(tx.init(params), params)  # noqa: E731
-        super().__init__(model, optax.GradientTransformation(init, tx.update), wrt=wrt, **options)
+        own_tx = optax.GradientTransformation(init, tx.update)
+        super().__init__(model, own_tx, wrt=wrt, **options)
         self.tx = tx
         _require_variables(nnx.state(model, wrt, **options), wrt, model)
 
@@ -128,7 +129,8 @@ class Optimizer(nnx.Optimizer[Any]):
             )
         # An option of `nnx.state` since Flax 0.12.8.
         mode = {"graph": self.graph} if hasattr(self, "graph") else {}
-        params, its_grads = (_arrays(nnx.state(x, self.wrt, **mode)) for x in (model, grads))
+        arrays_of = lambda x: _arrays(nnx.state(x, self.wrt, **mode))  # noqa: E731
+        params, its_grads = arrays_of(model), arrays_of(grads)
         wanted = dict(jax.tree.leaves_with_path(params))
         came = dict(jax.tree.leaves_with_path(its_grads, lambda x: x is None))
         missing = sorted(map(trees.leaf_name, wanted.keys() - came))
@@ -240,9 +242,8 @@ class TrainState(train_state.TrainState):
         # As in Flax, parameters that their "gradient" overwrites, such as the scales of fp8, are none of `tx`.
         is_fp8 = isinstance(grads, Mapping) and OVERWRITE_WITH_GRADIENT in grads
         its_grads, params = (x["params"] if is_fp8 else x for x in (grads, self.params))
-        params, opt_state = apply_gradients(
-            self.tx, its_grads, self.opt_state, params, **extra_args
-        )
+        state = self.opt_state
+        params, opt_state = apply_gradients(self.tx, its_grads, state, params, **extra_args)
         if is_fp8:
             params = {**grads, "params": params}
         return self.replace(step=self.step + 1, params=params, opt_state=opt_state, **fields)
@@ -568,7 +569,7 @@ class _Call:
         # 1. Number the objects, those of the first argument first, and leave them out of the arguments.
         is_object = nnx.graph.is_graph_node
         self._treedef: Any
-        with_paths, self._treedef = jax.tree.flatten_with_path((args, kwargs), is_object)
+        with_paths, self._treedef = jax.tree.flatten_with_path(self.given, is_object)
         self._paths, leaves = zip(*with_paths, strict=True)
         self._model: Any = jax.tree.structure(model, is_object)
         in_model = range(len(jax.tree.leaves(model, is_object)))
@@ -668,9 +669,8 @@ class _Call:
         # program tells. It is traced once, although JAX traces `fun` several times, and not if parameters are the same.
         if not all(is_same[: len(in_wrt)]):
             if id(function) not in self._flow:
-                self._flow[id(function)] = returned_as_given(
-                    lambda x: self._call(function, x, others, kwargs)[1], old
-                )
+                new_of = lambda x: self._call(function, x, others, kwargs)[1]  # noqa: E731
+                self._flow[id(function)] = returned_as_given(new_of, old)
             is_same = self._flow[id(function)]
         for path, same in zip(in_wrt, is_same, strict=False):
             if not same:

@@ -272,8 +272,11 @@ def accumulated_value_and_grad(
     def of_batch(*args: P.args, **kwargs: P.kwargs) -> tuple[PyTree, PyTree]:
         # 2. Divide the arguments of a call.
         arguments.require_arguments_of_fun("weight_fn", weight_fn, args, kwargs)
-        if reduction == "sum":
-            _require_no_sum_of_rows(axes)
+        along = tuple(a for a in axes if a in row_axes())
+        if along and reduction == "sum":
+            raise ValueError(
+                f"reduction='sum' must not have sum_over={along!r} inside per_device. Leave out sum_over="
+            )
         devices = devices_to_map("sum_over", axes)
         call = roles.call(args, kwargs, micro_batches, max(devices, 1))
         batch = batch_of_call(call, axes, devices, reduction == "sum")
@@ -311,8 +314,7 @@ def _check_weight_fn(weight_fn: Any, reduction: str, skip_empty: bool) -> None:
     what = "skip_empty=True" if skip_empty else f"reduction={reduction!r}"
     if weight_fn is None and (skip_empty or reduction == "sum_over_weights"):
         raise ValueError(
-            f"{what} needs weight_fn=, got None. Pass a function that returns the number of examples. Or leave out "
-            f"{what}"
+            f"{what} needs weight_fn=, got None. Pass a function that counts the examples. Or leave out {what}"
         )
 
 
@@ -398,14 +400,6 @@ def _checked_loss(fun: Function, has_aux: bool, has_carry: bool, remedy: str) ->
     return of_arguments
 
 
-def _require_no_sum_of_rows(axes: AxisNames) -> None:
-    along = tuple(a for a in axes if a in row_axes())
-    if along:
-        raise ValueError(
-            f"reduction='sum' must not have sum_over={along!r} inside per_device. Leave out sum_over="
-        )
-
-
 def _run(loss: "_Loss") -> tuple[PyTree, PyTree]:
     """Returns the results of the batch, or of a device's part of it. The module's docstring has its steps."""
     batch = loss.batch
@@ -425,7 +419,7 @@ def _run(loss: "_Loss") -> tuple[PyTree, PyTree]:
     own_axes, aux = _checked(loss, traced, params, carried)
 
     # 4. Run the loop over all micro-batches, or over those with a weight.
-    loop = _Loop(loss.window, loss, traced, aux, own_axes)
+    loop = _Loop(loss, traced, aux, own_axes)
     start = loop.start(params, batch.carry_of_device(carried))
     if has_weight is None:
         is_slow = traced.has_convolutions()
@@ -522,7 +516,8 @@ class _Loss(NamedTuple):
         is_mean = self.reduction == "mean"
         if self.weight_fn is None:
             return 1.0
-        weight = arguments.weight(self.weight_fn(*self.batch.arguments(i, carried)), {()})
+        given = self.weight_fn(*self.batch.arguments(i, carried))
+        weight = arguments.weight(given, {()})
         return 1.0 if is_mean and isinstance(weight, float) and weight else weight
 
     def has_weight(self, carried: list[PyTree]) -> jax.Array:
@@ -559,7 +554,6 @@ class _Loss(NamedTuple):
 
 
 class _Loop(NamedTuple):
-    window: Window
     loss: _Loss
     traced: Traced  # its results
     aux: AuxLeaves
@@ -568,9 +562,9 @@ class _Loop(NamedTuple):
     def start(self, params: PyTree, carried: list[PyTree]) -> _LoopState:
         like = self.traced.result_types
         zero = jnp.zeros((), like.to_average.value.dtype)
-        empty = self.window.init(_LossAndGradients(zero, summed(params)))
+        empty = self.loss.window.init(_LossAndGradients(zero, summed(params)))
         # The loss is summed beside the gradients. `accumulator_dtype` is for these alone.
-        of_value = Window(sum_over=self.window.axes).init(zero).gradient_sum
+        of_value = Window(sum_over=self.loss.window.axes).init(zero).gradient_sum
         sums = empty.gradient_sum._replace(value=of_value)
         state = _LoopState(empty._replace(gradient_sum=sums), self.aux.init(), carried)
         return self._varying(placed_like(state, (self.loss.batch.examples, params)))
@@ -581,11 +575,11 @@ class _Loop(NamedTuple):
         weight = self.loss.weight_of(i, state.carried)
         returned, begun = self._run_and_add(state, i, weight)
         # 2. Add the loss, and the gradients that are left.
-        added = self.window.update(begun, returned.to_average, weight)
+        added = self.loss.window.update(begun, returned.to_average, weight)
         # 3. Is it kept? The window counts those that it drops. Sums of scatters in the aux and in the carry are lost,
         # too, if XLA knows that it is kept (XLA-27).
         is_kept = unknown_true() & (weight != 0)
-        if self.window.nonfinite != "propagate":
+        if self.loss.window.nonfinite != "propagate":
             is_kept &= added.dropped == state.window_state.dropped
         # 4. Add the rest of what it returned, if it is kept.
         aux, stacked = self.aux.update(state.aux, returned.aux, weight, is_kept)
@@ -633,14 +627,14 @@ class _Loop(NamedTuple):
         added are None.
         """
         # One micro-batch has no sum to add to. A policy looks at the gradients before they are added.
-        if self.loss.batch.divisor == 1 or self.window.nonfinite != "propagate":
+        if self.loss.batch.divisor == 1 or self.loss.window.nonfinite != "propagate":
             return self.traced(i, state.carried), state.window_state
         sums = state.window_state.gradient_sum
         leaves, structure = jax.tree.flatten(sums.gradients)
         # Places among all results.
         places = jax.tree.leaves(self.traced.numbers.to_average.gradients)
         by_place = dict(zip(places, leaves, strict=True))
-        add = self.window.adder_in_loop(state.window_state, weight)
+        add = self.loss.window.adder_in_loop(state.window_state, weight)
         returned, added = self.traced.added_to(by_place, add, i, state.carried)
         gradients = jax.tree.unflatten(structure, [added[at] for at in places])
         sums = sums._replace(gradients=gradients)
@@ -651,10 +645,11 @@ class _Loop(NamedTuple):
         if not self.own_axes:
             return state
         vary = lambda x: as_varying(x, self.own_axes)  # noqa: E731
-        return jax.tree.map(vary, state._replace(carried=[]))._replace(carried=state.carried)
+        sums = jax.tree.map(vary, state._replace(carried=[]))
+        return sums._replace(carried=state.carried)
 
     def averages(self, window_state: GradAccumulatorState) -> _LossAndGradients:
-        window = self.window
+        window = self.loss.window
         if self.loss.batch.devices and self.loss.reduction != "sum":
             # Divided already, so a "sum" takes only the total.
             window_state = window.divided(window_state)

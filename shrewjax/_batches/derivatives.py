@@ -10,6 +10,7 @@ in *one pass*. Otherwise there are two: one for the frontier, and one for the gr
 """
 
 import itertools
+import operator
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -20,7 +21,7 @@ import jax.numpy as jnp
 from shrewjax._base.axes import as_varying, varying_axes
 from shrewjax._base.mesh import explicit_axes
 from shrewjax._base.types import Function, Leaf, PyTree
-from shrewjax._batches.divided import Divided, Frontier, Pass, as_declared, run_plainly
+from shrewjax._batches.divided import Divided, Frontier, Pass, as_declared
 from shrewjax._division.kinds import Step, Var, made_by
 from shrewjax._division.micro_batch import function_of_steps
 from shrewjax._division.report import described
@@ -56,7 +57,7 @@ class Run:
 
     # Results, and derivatives.
 
-    def value(self, run: Function = run_plainly) -> tuple[list[Leaf], list[Leaf]]:
+    def value(self, run: Function = operator.call) -> tuple[list[Leaf], list[Leaf]]:
         """Returns the results, and the frontier. With `run_by_rules`, as for a derivative."""
         free = run(self._free, self.arguments)
         _, made = self._pass(self.frontier, free, run=run)

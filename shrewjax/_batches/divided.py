@@ -12,6 +12,7 @@ A loop is that of `accumulated_value_and_grad`. Its aux are sums, and stacks of 
 """
 
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -22,7 +23,7 @@ from jax import lax
 
 from shrewjax._base.axes import as_varying, varying_axes
 from shrewjax._base.mesh import on_each_device
-from shrewjax._base.types import AxisNames, DType, Function, Leaf, PyTree
+from shrewjax._base.types import AxisNames, DType, Function, Leaf
 from shrewjax._batches.accumulated import sums_over_turns
 from shrewjax._division.kinds import SAME, Fact, Program, Var, is_inexact, made_by
 from shrewjax._division.micro_batch import Env, MicroBatch
@@ -97,10 +98,6 @@ class Frontier(NamedTuple):
         return [*self.smooth, *self.others]
 
 
-def run_plainly(function: Function, *operands: PyTree) -> PyTree:
-    return function(*operands)
-
-
 class Pass:
     """One pass of the loops.
 
@@ -118,7 +115,7 @@ class Pass:
         cotangents: list[Leaf] | None = None,
         *,
         returns_frontier: bool = True,
-        run: Function = run_plainly,
+        run: Function = operator.call,
     ) -> None:
         self.divided, self.program, self.run = divided, divided.program, run
         self.frontier, self.has_gradients = frontier, cotangents is not None

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from shrewjax._base import arguments
 from shrewjax._base.axes import as_on_one_device, device_index, is_bound
 from shrewjax._base.mesh import devices_to_map, on_each_device
-from shrewjax._base.types import AxisName, AxisNames, Function, Leaf, PyTree
+from shrewjax._base.types import AxisName, Function, Leaf, PyTree
 from shrewjax._batches.roles import Call, roles_of
 
 
@@ -87,8 +87,13 @@ def per_device(
     roles = roles_of(fun, None, rng_argnums, batch_argnums, "device")
 
     def rows_of_devices(*args: PyTree, **kwargs: PyTree) -> PyTree:
-        devices = _devices_along(names)
-        call = roles.call(args, kwargs, devices)
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh.manual_axes or any(map(is_bound, names)):
+            raise ValueError(
+                f"per_device must be called outside of shard_map and pmap, got axis_names={names!r}. Call fun itself "
+                "there"
+            )
+        call = roles.call(args, kwargs, devices_to_map("axis_names", names))
         in_order = call.in_order(fun)
 
         def run(examples: dict[int, PyTree], others: dict[int, PyTree]) -> PyTree:
@@ -107,16 +112,6 @@ def per_device(
         return on_each_device(run, names, examples, others, returns_parts=True)
 
     return rows_of_devices
-
-
-def _devices_along(axes: AxisNames) -> int:
-    """Returns the number of devices along these axes of the mesh. Raises if the call cannot map them."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.manual_axes or any(map(is_bound, axes)):
-        raise ValueError(
-            f"per_device must be called outside of shard_map and pmap, got axis_names={axes!r}. Call fun itself there"
-        )
-    return devices_to_map("axis_names", axes)
 
 
 def _check_unchanged(call: Call, before: list[Leaf], after: dict[int, PyTree]) -> None:

@@ -117,8 +117,8 @@ class Roles(NamedTuple):
         differ = call.with_role("rng_argnums") or call.with_role("carry_argnum")
         if count is None and divisor > 1 and not differ:
             raise ValueError(
-                "batch_argnums must name arrays of examples, got none, so that all micro-batches are the same. Pass "
-                "arguments with a first axis of examples"
+                "batch_argnums must name arrays of examples, got none, so all micro-batches are the same. Pass "
+                "arguments with a first axis"
             )
         if divisor * devices > 1:
             _check_whole(call, {count})
@@ -207,21 +207,18 @@ def _counts_of_examples(leaves: Iterable[tuple[int, Place, Leaf]]) -> dict[int, 
     for i, place, x in leaves:
         if is_operand(x) and np.ndim(x) and not _is_like_raw_key(x):
             found[i] = x.shape[0]
-        elif _is_no_tree(x):
-            raise ValueError(_message_of_no_tree(place, x))
+        else:
+            _require_tree(place, x)
     return found
 
 
-def _is_no_tree(x: Leaf) -> bool:
-    """Returns whether a leaf is an object, such as a `UserDict`, which may have arrays inside that JAX does not see."""
-    return not is_array(x) and not isinstance(x, str | np.ndarray) and not callable(x)
-
-
-def _message_of_no_tree(place: Place, x: Leaf) -> str:
-    return (
-        f"{label(place)} must be a tree of arrays, got {type(x).__name__}. Pass a dict. Or register its class by "
-        "jax.tree_util.register_dataclass"
-    )
+def _require_tree(place: Place, x: Leaf) -> None:
+    """Raises if a leaf is an object, such as a `UserDict`, which may have arrays inside that JAX does not see."""
+    if not is_array(x) and not isinstance(x, str | np.ndarray) and not callable(x):
+        raise ValueError(
+            f"{label(place)} must be a tree of arrays, got {type(x).__name__}. Pass a dict. Or register its class by "
+            "jax.tree_util.register_dataclass"
+        )
 
 
 _WHOLE_BY_DEFAULT = "what stays whole by default"
@@ -302,7 +299,9 @@ def _check_folded(call: Call, leaf: LeafOfCall) -> None:
     at, path, x = leaf
     if is_key(x) and np.ndim(x) == (0 if trees.is_typed_key(x) else 1):
         return
-    given = f"shape {x.shape} and dtype {x.dtype}" if hasattr(x, "dtype") else trees.shown(x)
+    given = trees.shown(x)
+    if hasattr(x, "dtype"):
+        given = f"shape {x.shape} and dtype {x.dtype}"
     raise ValueError(
         f"{call.name(at, path)} in rng_argnums must be one PRNG key, got {given}. Pass jax.random.key(seed). Put keys "
         "of examples into batch_argnums"
@@ -316,12 +315,11 @@ def _numbers_of_examples(call: Call) -> set[int]:
         at, path, x = leaf
         name, shape = call.name(at, path), np.shape(x)
         is_rows_of_keys = shape and trees.is_typed_key(x)
-        if is_key(x) and not is_rows_of_keys:
-            raise ValueError(_key_message(call, leaf))
+        if not is_rows_of_keys:
+            _require_no_key(call, leaf)
         if not shape:
             raise ValueError(
-                f"{name} must have a first axis of examples, got {x!r}. Pass it by itself, and "
-                "leave it out of batch_argnums="
+                f"{name} must have a first axis of examples, got {x!r}. Pass it apart, and not in batch_argnums="
             )
         if shape[0] % devices:
             raise ValueError(
@@ -336,8 +334,7 @@ def _check_whole(call: Call, sizes: Collection[int | None]) -> None:
     """Raises if arguments that reach every part whole hold PRNG keys, or one by keyword has B examples."""
     for leaf in call.leaves(*call.whole()):
         at, path, x = leaf
-        if is_key(x):
-            raise ValueError(_key_message(call, leaf))
+        _require_no_key(call, leaf)
         if isinstance(call.places[at], str) and {*np.shape(x)[:1]} & {*sizes}:
             held = call.with_role("batch_argnums")
             batch = call.as_role("batch_argnums", *held, at)
@@ -354,10 +351,15 @@ Held: TypeAlias = dict[int, int | None]
 
 def number_of_examples(call: Call) -> int | None:
     """Returns the number of examples, which is None without arrays of them. Raises if a leaf has another."""
+    counts = {_first_size(x) for *_, x in call.leaves(*call.with_role("batch_argnums"))}
+    if len(counts) > 1 or None in counts:
+        _refuse_counts(call)
+    return next(iter(counts), None)
+
+
+def _refuse_counts(call: Call) -> None:
+    """Raises for the first leaf of the batch that has not as many examples as the others."""
     batch = call.with_role("batch_argnums")
-    counts = {_first_size(x) for *_, x in call.leaves(*batch)}
-    if len(counts) < 2 and None not in counts:
-        return next(iter(counts), None)
     # 1. Find the number that most arguments hold. If none of the batch holds any, it may be in one without a role.
     held = {at: _held(call, at) for at in (*batch, *call.whole())}
     if any(map(held.get, batch)):
@@ -366,15 +368,14 @@ def number_of_examples(call: Call) -> int | None:
     # 2. Name a leaf that has another one.
     leaves = call.leaves(*batch)
     odd = next((leaf for leaf in leaves if _first_size(leaf[-1]) != count), leaves[0])
-    raise ValueError(_message(call, odd, count, held))
+    _refuse(call, odd, count, held)
 
 
-def _message(call: Call, leaf: LeafOfCall, count: int | None, held: Held) -> str:
+def _refuse(call: Call, leaf: LeafOfCall, count: int | None, held: Held) -> None:
+    """Raises for a leaf of the batch that has not `count` examples."""
     at, path, x = leaf
-    if is_key(x):
-        return _key_message(call, leaf)
-    if _is_no_tree(x):
-        return _message_of_no_tree(call.places[at], x)
+    _require_no_key(call, leaf)
+    _require_tree(call.places[at], x)
     # 1. Say what the leaf needs, and what came.
     need = "an axis of examples"
     if count is not None:
@@ -384,7 +385,7 @@ def _message(call: Call, leaf: LeafOfCall, count: int | None, held: Held) -> str
     message = f"{call.name(at, path)} must have {need}, got {came}. "
     scalars = [is_array(y) and not np.shape(y) for *_, y in call.leaves(at)]
     if isinstance(call.values[at], list) and all(scalars):
-        return f"{message}Pass jnp.asarray of the list"
+        raise ValueError(f"{message}Pass jnp.asarray of the list")
     # 2. Say what to pass: a leaf beside examples apart from these, or a batch without the argument.
     if np.ndim(x):
         message += "Pass parameters first, and as many examples in each array. "
@@ -392,20 +393,22 @@ def _message(call: Call, leaf: LeafOfCall, count: int | None, held: Held) -> str
     if path and count is not None and count in _counts(call, at):
         batch = call.as_role("batch_argnums", *holders, at)
         remedy = f"pass it as an argument of its own, with {batch}"
-        return f"{message}If it is the same for all micro-batches, {remedy}"
+        raise ValueError(f"{message}If it is the same for all micro-batches, {remedy}")
     batch = call.as_role("batch_argnums", *holders)
     message += f"If {call.name(at)} is the same for all micro-batches, pass {batch}"
-    can_be_carried = isinstance(call.places[at], int) and call.numbers.get("carry_argnum") == ()
-    if path and can_be_carried:
+    is_by_position = isinstance(call.places[at], int)
+    if path and is_by_position and call.numbers.get("carry_argnum") == ():
         message += (
             f". If fun returns a new one, return (loss, (aux, carry)), and pass carry_argnum={at}"
         )
-    return message
+    raise ValueError(message)
 
 
-def _key_message(call: Call, leaf: LeafOfCall) -> str:
-    """Returns the message for a PRNG key without a role."""
+def _require_no_key(call: Call, leaf: LeafOfCall) -> None:
+    """Raises for a PRNG key without a role."""
     at, path, x = leaf
+    if not is_key(x):
+        return
     is_typed = trees.is_typed_key(x)
     keys = call.as_role("rng_argnums", *call.with_role("rng_argnums"), at)
     if is_typed and np.ndim(x):
@@ -415,10 +418,11 @@ def _key_message(call: Call, leaf: LeafOfCall) -> str:
     else:
         remedy = "Pass it as an argument of its own, and name that in rng_argnums="
     no_key = "" if is_typed else ". If these numbers are no key, convert them to int32"
-    return (
+    message = (
         f"{call.name(at, path)} is a PRNG key, and each {call.part} needs its own. {remedy}. "
         f"If all share one, pass jax.random.key_data of it as int32 by keyword, and let fun wrap it as uint32{no_key}"
     )
+    raise ValueError(message)
 
 
 def _likely_count(call: Call, held: Held) -> int | None:
