@@ -242,8 +242,9 @@ class TrainState(train_state.TrainState):
         # As in Flax, parameters that their "gradient" overwrites, such as the scales of fp8, are none of `tx`.
         is_fp8 = isinstance(grads, Mapping) and OVERWRITE_WITH_GRADIENT in grads
         its_grads, params = (x["params"] if is_fp8 else x for x in (grads, self.params))
-        state = self.opt_state
-        params, opt_state = apply_gradients(self.tx, its_grads, state, params, **extra_args)
+        params, opt_state = apply_gradients(
+            self.tx, its_grads, self.opt_state, params, **extra_args
+        )
         if is_fp8:
             params = {**grads, "params": params}
         return self.replace(step=self.step + 1, params=params, opt_state=opt_state, **fields)
