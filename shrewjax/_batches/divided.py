@@ -150,9 +150,10 @@ class Pass:
         run, axes = self._of_device, self.divided.setting.axes
         if axes:
             run = partial(on_each_device, run, axes, returns_parts=(False, True, False))
+        made = run(*arrays)
         # 2. Put sums and rows in their places. They come as `_micro_batch` orders them: frontier, then gradients by
         # rows.
-        sums, rows, of_params = map(iter, run(*arrays))
+        sums, rows, of_params = map(iter, made)
 
         def placed(x: Var) -> Leaf:
             its = self.program.slice(x)

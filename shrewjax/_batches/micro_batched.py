@@ -296,21 +296,20 @@ _is_dividing: ContextVar[bool] = ContextVar("_is_dividing", default=False)
 
 
 class Call:
-    """A call: its program, as one of its arrays and of those that the function closes over."""
+    """A call: its program, as one of its arrays and of those that the function closes over.
+
+    `call` has the arguments by position and those by keyword. `counts` has the number of examples of each leaf of it
+    that holds some, by the leaf's number.
+    """
 
     def __init__(
-        self,
-        division: Division,
-        fun: Function,
-        counts: dict[int, int],
-        args: PyTree,
-        kwargs: PyTree,
+        self, division: Division, fun: Function, counts: dict[int, int], *call: PyTree
     ) -> None:
         self._fun, self._has_aux = fun, division.has_aux
         self._setting = division.setting(counts.values())
         self._divided: dict[tuple[bool, ...], Divided] = {}
         # 1. Arrays are operands. All else is known, as a number or a function.
-        leaves, structure = jax.tree.flatten((args, kwargs))
+        leaves, structure = jax.tree.flatten(call)
         places = [i for i, x in enumerate(leaves) if is_operand(x)]
 
         def as_before(values: list[Leaf]) -> Any:
