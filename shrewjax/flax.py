@@ -30,7 +30,7 @@ from shrewjax._base.types import (
     PyTree,
 )
 from shrewjax._batches import accumulated
-from shrewjax._batches.micro_batched import Options, divided_call, refuse
+from shrewjax._batches.micro_batched import Division
 from shrewjax._batches.roles import Roles, positional_names, roles_of
 from shrewjax._programs.forwarding import returned_as_given
 from shrewjax._windows.accumulate import apply_gradients
@@ -112,7 +112,8 @@ class Optimizer(nnx.Optimizer[Any]):
                 "Optimizer(model, tx, wrt=nnx.Param)"
             )
         init = lambda params: with_own_buffers(tx.init(params), params)  # noqa: E731
-        super().__init__(model, optax.GradientTransformation(init, tx.update), wrt=wrt, **options)
+        own_tx = optax.GradientTransformation(init, tx.update)
+        super().__init__(model, own_tx, wrt=wrt, **options)
         self.tx = tx
         _require_variables(nnx.state(model, wrt, **options), wrt, model)
 
@@ -128,7 +129,8 @@ class Optimizer(nnx.Optimizer[Any]):
             )
         # An option of `nnx.state` since Flax 0.12.8.
         mode = {"graph": self.graph} if hasattr(self, "graph") else {}
-        params, its_grads = (_arrays(nnx.state(x, self.wrt, **mode)) for x in (model, grads))
+        arrays_of = lambda x: _arrays(nnx.state(x, self.wrt, **mode))  # noqa: E731
+        params, its_grads = arrays_of(model), arrays_of(grads)
         wanted = dict(jax.tree.leaves_with_path(params))
         came = dict(jax.tree.leaves_with_path(its_grads, lambda x: x is None))
         missing = sorted(map(trees.leaf_name, wanted.keys() - came))
@@ -302,13 +304,12 @@ def value_and_grad(
     Source: `shrewjax.value_and_grad` and `flax.nnx.value_and_grad`.
     """
     _predicate(wrt)
-    refuse(others)
-    options = Options(micro_batches, True, accumulator_dtype, sum_over)
+    division = Division(micro_batches, True, accumulator_dtype, sum_over, others)
     roles = roles_of(fun, {}, (), batch_argnums)
 
     def value_and_grad_of_batch(*args: PyTree, **kwargs: PyTree) -> Any:
         call = _Call(fun, has_aux, wrt, args, kwargs)
-        run = jax.value_and_grad(call.divided(roles, options), has_aux=True)
+        run = jax.value_and_grad(call.divided(division, roles), has_aux=True)
         returned, grads = run(*call.arrays, **call.kwargs)
         return call.returned(returned), call.like_model(grads)
 
@@ -362,14 +363,13 @@ def micro_batched(
     Source: `shrewjax.micro_batched`.
     """
     _predicate(wrt)
-    refuse(others)
-    options = Options(micro_batches, True, accumulator_dtype, sum_over)
+    division = Division(micro_batches, True, accumulator_dtype, sum_over, others)
     roles = roles_of(fun, {}, (), batch_argnums)
 
     @wraps(fun)
     def of_batch(*args: PyTree, **kwargs: PyTree) -> PyTree:
         call = _Call(fun, has_aux, wrt, args, kwargs)
-        return call.returned(call.divided(roles, options)(*call.arrays, **call.kwargs))
+        return call.returned(call.divided(division, roles)(*call.arrays, **call.kwargs))
 
     return of_batch
 
@@ -475,32 +475,31 @@ def accumulated_value_and_grad(
     """
 
     _predicate(wrt)
-    given = arguments.among(accumulated.Options, locals())
-    options = accumulated.Options(**given).checked()
+    make = accumulated.accumulated_value_and_grad
+    options = arguments.among(make, locals())
+    make(**options)  # raises for its arguments
     roles = roles_of(fun, {}, rng_argnums, batch_argnums)
 
     def of_batch(*args: PyTree, **kwargs: PyTree) -> Any:
-        all_given = _with_model_by_position(fun, args, kwargs)
-        arguments.require_arguments_of_fun("weight_fn", weight_fn, *all_given)
         call = _Call(fun, has_aux, wrt, args, kwargs)
+        arguments.require_arguments_of_fun("weight_fn", weight_fn, *call.given)
         its = call.places(roles)
         # The state comes last, and goes from micro-batch to micro-batch.
-        run = accumulated.of_options(
-            call.loss,
-            options._replace(has_aux=True, weight_fn=weight_fn and call.alone(weight_fn)),
-            carry_argnum=len(call.arrays) - 1,
-            rng_argnums=its["rng_argnums"],
-            batch_argnums=its["batch_argnums"],
-        )
-        returned, grads = run(*call.arrays, **call.kwargs)
+        own_options = {
+            "fun": call.loss,
+            "has_aux": True,
+            "weight_fn": weight_fn and call.alone(weight_fn),
+            "carry_argnum": len(call.arrays) - 1,
+            "rng_argnums": its["rng_argnums"],
+            "batch_argnums": its["batch_argnums"],
+        }
+        returned, grads = make(**options | own_options)(*call.arrays, **call.kwargs)
         return call.returned(returned), call.like_model(grads)
 
     return of_batch
 
 
-def _with_model_by_position(
-    fun: Function, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
-) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
+def _with_model_by_position(fun: Function, args: PyTree, kwargs: PyTree) -> tuple[PyTree, PyTree]:
     """Returns the arguments, with the first one of `fun` by position, however it came."""
     if args:
         return args, kwargs
@@ -509,7 +508,8 @@ def _with_model_by_position(
         raise ValueError(
             "the first argument must be the model, got none by position. Pass it first"
         )
-    return (kwargs[first],), {name: x for name, x in kwargs.items() if name != first}
+    others = dict(kwargs)
+    return (others.pop(first),), others
 
 
 def _require_on_one_side(
@@ -555,31 +555,28 @@ class _Call:
     Each object has a number. All leaves of the first argument do, because Flax differentiates its arrays, too.
 
     Attributes:
+      given: the arguments by position and by keyword, the model by position.
       arrays: the arguments by position, with None for each object. In the place of the first one are the arrays of the
         variables in `wrt`. Those of all other variables come last.
       kwargs: those by keyword, with None for each object.
     """
 
     def __init__(
-        self,
-        fun: Function,
-        has_aux: bool,
-        wrt: Any,
-        args: tuple[PyTree, ...],
-        kwargs: dict[str, PyTree],
+        self, fun: Function, has_aux: bool, wrt: Any, args: PyTree, kwargs: PyTree
     ) -> None:
         self._fun, self._has_aux = fun, has_aux
-        args, kwargs = _with_model_by_position(fun, args, kwargs)
+        self.given = args, kwargs = _with_model_by_position(fun, args, kwargs)
         model = args[0]
         # 1. Number the objects, those of the first argument first, and leave them out of the arguments.
         is_object = nnx.graph.is_graph_node
-        flat: Any = jax.tree.flatten_with_path((args, kwargs), is_object)
-        with_paths, self._treedef = flat
+        self._treedef: Any
+        with_paths, self._treedef = jax.tree.flatten_with_path(self.given, is_object)
         self._paths, leaves = zip(*with_paths, strict=True)
         self._model: Any = jax.tree.structure(model, is_object)
         in_model = range(len(jax.tree.leaves(model, is_object)))
         numbered = {i: x for i, x in enumerate(leaves) if i in in_model or is_object(x)}
-        self._objects = {i: x if is_object(x) else jnp.asarray(x) for i, x in numbered.items()}
+        arrays = {i: jnp.asarray(x) for i, x in numbered.items() if not is_object(x)}
+        self._objects = numbered | arrays
         without = [None if i in numbered else x for i, x in enumerate(leaves)]
         (self._no_model, *others), self.kwargs = self._treedef.unflatten(without)
         after_model = dict(enumerate(args[1:], 1)) | kwargs
@@ -643,12 +640,13 @@ class _Call:
 
     def places(self, roles: Roles) -> dict[str, tuple[Place, ...]]:
         """Returns the roles of the arguments without the state, which no caller passed."""
-        return roles.with_reserved(self._reserved).places(self.arrays[:-1], self.kwargs)
+        own = roles._replace(given={**self._reserved, **roles.given})
+        return own.places(self.arrays[:-1], self.kwargs)
 
-    def divided(self, roles: Roles, options: Options) -> Function:
+    def divided(self, division: Division, roles: Roles) -> Function:
         """Returns `loss`, divided."""
         given = {"batch_argnums": self.places(roles)["batch_argnums"]}
-        return partial(divided_call, Roles(self.loss, given, roles.part), options)
+        return partial(division.call, Roles(self.loss, given, roles.part))
 
     def returned(self, results: tuple[PyTree, PyTree]) -> PyTree:
         """Returns what `fun` would return, and gives the objects their new state."""
@@ -672,9 +670,8 @@ class _Call:
         # program tells. It is traced once, although JAX traces `fun` several times, and not if parameters are the same.
         if not all(is_same[: len(in_wrt)]):
             if id(function) not in self._flow:
-                self._flow[id(function)] = returned_as_given(
-                    lambda x: self._call(function, x, others, kwargs)[1], old
-                )
+                new_of = lambda x: self._call(function, x, others, kwargs)[1]  # noqa: E731
+                self._flow[id(function)] = returned_as_given(new_of, old)
             is_same = self._flow[id(function)]
         for path, same in zip(in_wrt, is_same, strict=False):
             if not same:
@@ -688,7 +685,8 @@ class _Call:
         of_leaves = iter(kept)
         state = jax.tree.map(lambda x, y: y if next(of_leaves) else x, new[1], state)
         # A function for weights keeps what the loss changes.
-        self._is_kept = [x and y for x, y in zip(self._is_kept or kept, kept, strict=True)]
+        before = self._is_kept or kept
+        self._is_kept = [x and y for x, y in zip(before, kept, strict=True)]
         return returned, state
 
     def _call(self, function: Any, old: PyTree, args: PyTree, kwargs: PyTree) -> Any:
@@ -725,9 +723,8 @@ class _Call:
         """
         flat = nnx.to_flat_state(_like(self._variables[1], state))
         kept = nnx.to_flat_state(_like(self._variables[1], self._is_kept))
-        changed = [
-            new for new, (_, x) in zip(flat, kept, strict=True) if not all(jax.tree.leaves(x))
-        ]
+        pairs = zip(flat, kept, strict=True)
+        changed = [new for new, (_, x) in pairs if not all(jax.tree.leaves(x))]
         nnx.update(self._objects, nnx.from_flat_state(changed))
 
     def like_model(self, grads: PyTree) -> PyTree:

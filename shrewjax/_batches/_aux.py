@@ -13,7 +13,7 @@ from shrewjax._base import trees
 from shrewjax._base.axes import as_varying, varying_axes
 from shrewjax._base.mesh import partitioned_like
 from shrewjax._base.trees import is_gradient
-from shrewjax._base.types import Axes, AxisNames, DType, Flag, Leaf, Number, PyTree, Scalar
+from shrewjax._base.types import AxisNames, DType, Flag, Leaf, PyTree, Scalar
 from shrewjax._numerics import floats
 from shrewjax._numerics.reductions import combined_over, joined_over
 from shrewjax._windows.window import Window
@@ -44,23 +44,25 @@ OWN = ("last", *STACKED)
 
 
 class AuxLeaves:
-    """The leaves of an aux like `like`. `size` is the number of examples in a micro-batch, on one device."""
+    """The leaves of an aux, and statistics that Flax overwrites, whose name is "max". Both are like `like`.
+
+    `size` is the number of examples in a micro-batch, on one device.
+    """
 
     def __init__(
-        self, names: PyTree, like: PyTree, divisor: int, size: int, sum_over: Axes
+        self, names: PyTree, like: tuple[PyTree, list[Leaf]], size: int, window: Window
     ) -> None:
-        leaves, structure = jax.tree.flatten_with_path(like)
-        self._structure: Any = structure
-        self._divisor, self._size = divisor, size
-        self._paths = [path for path, _ in leaves]
-        self._like = [x for _, x in leaves]
-        self._names = _names_of_leaves(names, like)
-        self._window = Window(sum_over=sum_over)
-        self._sum_over = self._window.axes or ()
+        self._size, self._window, self._sum_over = size, window, window.axes or ()
+        self._structure: Any = jax.tree.structure(like)
+        with_paths = jax.tree.leaves_with_path(like)
+        self._like = [x for _, x in with_paths]
+        self._paths = [trees.leaf_name(path[1:]) for path, _ in with_paths]
+        aux, self._overwritten = like
+        self._names = [*_names_of_leaves(names, aux), *["max"] * len(self._overwritten)]
         # The axes along which devices join the results of leaves, by the places of these.
         self._joined: dict[int, int] = {}
-        for (path, x), name in zip(leaves, self._names, strict=True):
-            _check_aux_leaf(trees.leaf_name(path), x, name, size)
+        for leaf in zip(self._paths, self._like, self._names, strict=True):
+            _check_aux_leaf(*leaf, size)
 
     def find_axes(self, of_whole_batch: Callable[[], PyTree], is_joined: bool) -> None:
         """Finds the axis of examples of each leaf that devices join, and raises if it has none.
@@ -74,14 +76,15 @@ class AuxLeaves:
             # `fun` may take no other number of examples, so that no other shape is known.
             with suppress(Exception):
                 whole = jax.eval_shape(of_whole_batch)
-        is_known = jax.tree.structure(whole) == self._structure
-        of_whole = jax.tree.leaves(whole) if is_known else self._like
-        for at, (name, x, large) in enumerate(zip(self._names, self._like, of_whole, strict=True)):
-            leaf = trees.leaf_name(self._paths[at])
+        both = whole, self._overwritten
+        is_known = jax.tree.structure(both) == self._structure
+        of_whole = jax.tree.leaves(both) if is_known else self._like
+        each = zip(self._paths, self._like, of_whole, self._names, strict=True)
+        for at, (path, x, large, name) in enumerate(each):
             if name == "mean":
-                _check_mean(leaf, x, large, self._size)
+                _check_mean(path, x, large, self._size)
             elif is_joined and name in OWN:
-                self._joined[at] = _axis_to_join(leaf, name, x, large, is_known)
+                self._joined[at] = _axis_to_join(path, name, x, large, is_known)
 
     def _of(self, leaves: Sequence[Leaf], *names: str) -> list[Leaf]:
         return [x for x, name in zip(leaves, self._names, strict=True) if name in names]
@@ -90,61 +93,56 @@ class AuxLeaves:
         averaged = self._of(self._like, "mean")
         # `Window.init` adds the axes of `sum_over`, and refuses leaves that have them.
         means = [_empty("mean", x, without=self._sum_over) for x in averaged]
-        others = [
-            as_varying(_empty(name, x), self._reduced_over(name))
-            for name, x in zip(self._names, self._like, strict=True)
-            if name in COMBINE
-        ]
+        pairs = zip(self._names, self._like, strict=True)
+        others = [self._varying(name, _empty(name, x)) for name, x in pairs if name in COMBINE]
         return AuxSums(self._window.init(means), others)
 
-    def _reduced_over(self, name: str) -> AxisNames:
-        """Returns the axes over which a sum or maximum varies, also of a leaf that does not, because weights may."""
-        return () if name in OWN else self._sum_over
-
-    def empty_stacks(self, stacked: list[Leaf]) -> list[jax.Array]:
-        """Returns the stacks in which nothing has run yet, for what a micro-batch adds to them, or its types."""
-        empty = [_empty("stack", x) for x in stacked]
-        return [jnp.broadcast_to(x, (self._divisor, *x.shape)) for x in empty]
+    def _varying(self, name: str, x: jax.Array) -> jax.Array:
+        """Returns a leaf that varies over the axes over which it is reduced, because weights may."""
+        return as_varying(x, () if name in OWN else self._sum_over)
 
     def update(
         self, sums: AuxSums, aux: PyTree, weight: Scalar, is_kept: Flag
     ) -> tuple[AuxSums, list[jax.Array]]:
+        """Returns the new sums, and the leaves that are stacked."""
         leaves = [jnp.asarray(x) for x in jax.tree.leaves(aux)]
         # A leaf that is the same on every device, such as a metric that fun has reduced, is its own mean over devices.
         averaged = [as_varying(x, self._sum_over) for x in self._of(leaves, "mean")]
         means = sums.means
         if averaged:
             means = self._window.update(means, averaged, weight, is_kept)
+
+        def added(name: str, total: jax.Array, x: jax.Array) -> jax.Array:
+            return _combined(name, total, self._varying(name, x), is_kept)
+
         names = self._of(self._names, *COMBINE)
-        others = [
-            _combined(name, old, as_varying(x, self._reduced_over(name)).astype(old.dtype), is_kept)
-            for name, old, x in zip(names, sums.others, self._of(leaves, *COMBINE), strict=True)
-        ]
-        return AuxSums(means, others), [
-            selected(is_kept, x, jnp.zeros_like(x)) for x in self._of(leaves, *STACKED)
-        ]
+        others = [*map(added, names, sums.others, self._of(leaves, *COMBINE))]
+        stacked = [selected(is_kept, x, jnp.zeros_like(x)) for x in self._of(leaves, *STACKED)]
+        return AuxSums(means, others), stacked
 
     def finalize(self, sums: AuxSums, stacked: list[jax.Array]) -> PyTree:
-        """Returns the aux of the batch.
+        """Returns the aux of the batch, and the statistics.
 
         A mean is NaN if no micro-batch is kept, or if a weight or their sum is out of range.
         """
-        names = self._of(self._names, *COMBINE)
-        # One iterator, because `update` lists leaves of both names together.
-        results = dict.fromkeys(STACKED, iter(stacked))
+        means: list[jax.Array] = []
         # Without a mean nothing has a weight, and `jax_debug_nans` would stop at 0 / 0.
         if "mean" in self._names:
-            means, has_weight = self._window.finalize(sums.means)
-            results["mean"] = iter([nan_unless(has_weight, x) for x in means.gradients])
-        others = iter(combined_over(self._sum_over, names, sums.others))
-        # Each iterator has its leaves in the order of the names.
-        leaves = [next(results.get(name, others)) for name in self._names]
-        for at, name in enumerate(self._names):
-            if name == "examples":
-                leaves[at] = _in_order(leaves[at])
+            average, has_weight = self._window.finalize(sums.means)
+            means = [nan_unless(has_weight, x) for x in average.gradients]
+        names = self._of(self._names, *COMBINE)
+        others = combined_over(self._sum_over, names, sums.others)
+        # Put each leaf in its place.
+        places = range(len(self._names))
+        placed = dict(zip(self._of(places, "mean"), means, strict=True))
+        placed |= zip(self._of(places, *COMBINE), others, strict=True)
+        placed |= zip(self._of(places, *STACKED), stacked, strict=True)
+        for at in self._of(places, "examples"):
+            placed[at] = _in_order(placed[at])
         for at, axis in self._joined.items():
-            leaves[at] = joined_over(leaves[at], self._sum_over, axis)
-        return jax.tree.unflatten(self._structure, map(cast_like, leaves, self._like))
+            placed[at] = joined_over(placed[at], self._sum_over, axis)
+        leaves = [cast_like(placed[at], x) for at, x in enumerate(self._like)]
+        return jax.tree.unflatten(self._structure, leaves)
 
 
 def _names_of_leaves(names: PyTree, like: PyTree) -> list[str]:
@@ -188,6 +186,12 @@ def _check_aux_leaf(leaf: str, x: Leaf, name: str, size: int) -> None:
         )
 
 
+def empty_stacks(count: int, stacked: list[Leaf]) -> list[jax.Array]:
+    """Returns stacks of so many zeros, for what each micro-batch adds to them, or its types."""
+    empty = [_empty("stack", x) for x in stacked]
+    return [jnp.broadcast_to(x, (count, *x.shape)) for x in empty]
+
+
 def _in_order(stacked: jax.Array) -> jax.Array:
     """Returns the rows of all micro-batches in the order of the batch, of which micro-batch i has i, i + K, ..."""
     count, size, *shape = stacked.shape
@@ -226,11 +230,16 @@ def _empty(name: str, like: Leaf, without: AxisNames = ()) -> jax.Array:
 
     It varies over the mapped axes of the leaf, but for these.
     """
-    least, largest = _ends(like.dtype)
-    start = {"max": least, "min": largest}.get(name, 0)
     dtype = _dtype_of_sum(like) if name == "sum" else like.dtype
-    full = partitioned_like(jnp.full(like.shape, start, dtype), like)
-    return as_varying(full, tuple(varying_axes(like).difference(without)))
+    empty = jnp.zeros(like.shape, dtype)
+    if name in _EXTREMES:
+        empty = _EXTREMES[name](jnp.zeros((0, *like.shape), dtype), [0])
+    over = tuple(varying_axes(like).difference(without))
+    return as_varying(partitioned_like(empty, like), over)
+
+
+_EXTREMES = {"max": lax.reduce_max, "min": lax.reduce_min}
+"""Of no elements, they are the least and the largest number of a dtype."""
 
 
 def _dtype_of_sum(like: Leaf) -> DType:
@@ -239,22 +248,8 @@ def _dtype_of_sum(like: Leaf) -> DType:
     return jax.eval_shape(jnp.sum, like).dtype
 
 
-def _ends(dtype: DType) -> tuple[Number, Number]:
-    """Returns the least number of a dtype and the largest."""
-    if dtype == np.bool:
-        return False, True
-    if not jnp.issubdtype(dtype, np.inexact):
-        integers = jnp.iinfo(dtype)
-        return integers.min, integers.max
-    # Some float8 have no infinity: there the cast would make a NaN, which no number replaces.
-    if np.isinf(np.asarray(np.inf).astype(dtype)):
-        return -np.inf, np.inf
-    floating = jnp.finfo(dtype)
-    return floating.min, floating.max
-
-
 def _combined(name: str, total: jax.Array, x: jax.Array, is_kept: Flag) -> jax.Array:
-    combine = COMBINE[name]
+    x, combine = x.astype(total.dtype), COMBINE[name]
     if name == "sum":  # selected before adding: XLA-24
         return combine(total, jnp.where(is_kept, x, jnp.zeros_like(x)))
     return jnp.where(is_kept, combine(total, x), total)
@@ -273,6 +268,5 @@ def nan_unless(known: Flag, x: jax.Array) -> jax.Array:
 def cast_like(x: jax.Array, like: Leaf) -> jax.Array:
     if not is_gradient(x):
         return x
-    return (x.real if floats.is_complex(x) and not floats.is_complex(like) else x).astype(
-        like.dtype
-    )
+    loses_imaginary = floats.is_complex(x) and not floats.is_complex(like)
+    return (x.real if loses_imaginary else x).astype(like.dtype)

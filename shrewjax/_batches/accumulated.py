@@ -13,10 +13,9 @@ the sums that are divided by a weight: of loss and gradients, and of the average
 6. Put together what `fun` returned beside the loss.
 """
 
-import operator
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, ParamSpec, get_args
+from typing import Any, NamedTuple, ParamSpec, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +42,6 @@ from shrewjax._base.mesh import (
 )
 from shrewjax._base.trees import check_unchanged, is_gradient
 from shrewjax._base.types import (
-    Argument,
     Axes,
     AxisName,
     AxisNames,
@@ -62,6 +60,7 @@ from shrewjax._batches._aux import (
     AuxLeaves,
     AuxSums,
     cast_like,
+    empty_stacks,
     nan_unless,
     selected,
 )
@@ -86,16 +85,18 @@ class _LossAndGradients(NamedTuple):
 
 class _Returned(NamedTuple):
     to_average: _LossAndGradients
-    overwritten: list[Leaf]  # new values that Flax's fp8 layers return as gradients
-    aux: PyTree
+    aux: tuple[PyTree, list[Leaf]]  # and statistics of Flax's fp8 layers
     carried: list[PyTree]  # the new value of the argument `carry_argnum`, or empty
 
 
 class _LoopState(NamedTuple):
     window_state: GradAccumulatorState
-    overwritten: list[jax.Array]
     aux: AuxSums
     carried: list[PyTree]
+
+
+_Ran: TypeAlias = tuple[_LoopState, list[Leaf]]
+"""The state after micro-batches, and the leaves of the aux that are stacked, of one or of all."""
 
 
 def accumulated_value_and_grad(
@@ -247,163 +248,52 @@ def accumulated_value_and_grad(
     Source: as for `accumulate`, by linearity of the gradient.
     """
     # The docstring has more than 70 lines, because its tables and its arguments are promises that tests hold.
-    options = Options(**arguments.among(Options, locals())).checked()
-    return of_options(fun, options, argnums, carry_argnum, rng_argnums, batch_argnums)
-
-
-class Options(NamedTuple):
-    """How a batch is divided and reduced: the arguments of `accumulated_value_and_grad`, without those about roles."""
-
-    micro_batches: int
-    has_aux: bool = False
-    weight_fn: Function | None = None
-    aux_reduction: PyTree = "mean"
-    reduction: Reduction = "mean"
-    nonfinite: NonfiniteOfBatch = "propagate"
-    accumulator_dtype: DType = None
-    sum_over: AxisName | None = None
-    sharded_over: AxisName | None = None
-    skip_empty: bool = False
-
-    def checked(self) -> "Options":
-        """Returns the options. Raises if one is not as described."""
-        arguments.integer("micro_batches", self.micro_batches, at_least=1)
-        _check_aux_reduction(self.aux_reduction, self.has_aux)
-        arguments.choice("nonfinite", self.nonfinite, get_args(NonfiniteOfBatch))
-        arguments.static_flag("skip_empty", self.skip_empty)
-        self.window()  # raises for its arguments
-        _check_weight_is_given(self.weight_fn, self.reduction, self.skip_empty)
-        return self
-
-    def window(self) -> Window:
-        return Window(**arguments.among(Window, self._asdict()))
-
-    @property
-    def axes(self) -> AxisNames:
-        return arguments.axis_names("sum_over", self.sum_over) or ()
-
-
-def of_options(
-    fun: Callable[P, Any],
-    options: Options,
-    argnums: int | Sequence[int] = 0,
-    carry_argnum: int | None = None,
-    rng_argnums: Argument = (),
-    batch_argnums: Argument = None,
-) -> Callable[P, tuple[PyTree, PyTree]]:
-    """Returns what `accumulated_value_and_grad` returns, with its checked options."""
-    has_aux, weight_fn, axes = options.has_aux, options.weight_fn, options.axes
+    # 1. Check the arguments.
+    arguments.integer("micro_batches", micro_batches, at_least=1)
+    _check_aux_reduction(aux_reduction, has_aux)
+    arguments.choice("nonfinite", nonfinite, get_args(NonfiniteOfBatch))
+    arguments.static_flag("skip_empty", skip_empty)
+    window = Window(**arguments.among(Window, locals()))
+    _check_weight_fn(weight_fn, reduction, skip_empty)
     has_carry = carry_argnum is not None
     if has_carry and not has_aux:
         raise ValueError(
             "carry_argnum needs has_aux=True, because fun returns (loss, (aux, carry))"
         )
-    reserved = {
-        "argnums": arguments.positions("argnums", argnums),
-        "carry_argnum": (arguments.integer("carry_argnum", carry_argnum),) if has_carry else (),
-    }
+    axes = window.axes or ()
+    of_params = arguments.positions("argnums", argnums)
+    of_carry = (arguments.integer("carry_argnum", carry_argnum),) if has_carry else ()
+    reserved = {"argnums": of_params, "carry_argnum": of_carry}
     roles = roles_of(fun, reserved, rng_argnums, batch_argnums)
-    as_given = tuple if isinstance(argnums, Sequence) else operator.itemgetter(0)
+    remedy = "Return jnp.sum of it"
+    if reduction == "mean":
+        remedy = "Return jnp.mean of it, or jnp.sum with reduction='sum'"
 
     def of_batch(*args: P.args, **kwargs: P.kwargs) -> tuple[PyTree, PyTree]:
+        # 2. Divide the arguments of a call.
         arguments.require_arguments_of_fun("weight_fn", weight_fn, args, kwargs)
-        is_sum = options.reduction == "sum"
-        if is_sum:
-            _require_no_sum_of_rows(axes)
+        along = tuple(a for a in axes if a in row_axes())
+        if along and reduction == "sum":
+            raise ValueError(
+                f"reduction='sum' must not have sum_over={along!r} inside per_device. Leave out sum_over="
+            )
         devices = devices_to_map("sum_over", axes)
-        call = roles.call(args, kwargs, options.micro_batches, max(devices, 1))
-        batch = batch_of_call(call, () if devices else axes, devices, is_sum=is_sum)
-        is_mean = options.reduction == "mean"
-        remedy = "jnp.mean of it, or jnp.sum with reduction='sum'" if is_mean else "jnp.sum of it"
-        in_order = call.in_order(fun)
-        checked = of_loss(in_order, has_aux, f"Return {remedy}")
-        by_jax = jax.value_and_grad(checked, as_given(batch.numbers["argnums"]), has_aux)
-        its_options = options._replace(weight_fn=weight_fn and call.in_order(weight_fn))
-        loss = _Loss(checked, by_jax, as_given, has_carry, its_options)
-        return _run_on_each_device(loss, batch) if devices else _run_here(loss, batch)
+        call = roles.call(args, kwargs, micro_batches, max(devices, 1))
+        batch = batch_of_call(call, axes, devices, reduction == "sum")
+        # 3. Run micro-batches of a loss that has its arguments in the batch's order.
+        of_args = _checked_loss(call.in_order(fun), has_aux, has_carry, remedy)
+        by_jax = jax.value_and_grad(of_args, call.numbers["argnums"], has_aux=True)
+        weigh = weight_fn and call.in_order(weight_fn)
+        loss = _Loss(of_args, by_jax, batch, window, reduction, aux_reduction, weigh, skip_empty)
+        run = _run_on_each_device if devices else _run_here
+        (value, (aux, carried)), grads = run(loss)
+        # 4. Return what fun does.
+        grads = grads if isinstance(argnums, Sequence) else grads[0]
+        if not has_aux:
+            return value, grads
+        return (value, (aux, *carried) if has_carry else aux), grads
 
     return of_batch
-
-
-def sums_over_turns(turn: Function, params: PyTree, options: Options) -> PyTree:
-    """Runs `turn(i, params)` for each micro-batch i. Returns its `((loss, aux), gradients)`, added up or stacked.
-
-    `options.aux_reduction` says which leaves are stacked. The only examples here are the turns' numbers, one for each.
-    """
-    count = options.micro_batches
-    numbers = {"batch_argnums": (0,), "argnums": (1,), "rng_argnums": (), "carry_argnum": ()}
-    examples = {0: jnp.arange(count, dtype=jnp.int32)[None]}
-    own = jax.tree.map(lambda x: as_varying(x, options.axes), params)
-    batch = Batch((None, own), numbers, {1: own}, examples, count, first_number=0, devices=0)
-    of_one = lambda i, params: turn(i[0], params)  # noqa: E731
-    return _run_here(_Loss(of_one, of_one, operator.itemgetter(0), False, options), batch)
-
-
-def _run_here(loss: "_Loss", batch: Batch) -> tuple[PyTree, PyTree]:
-    def run(examples: dict[int, PyTree]) -> tuple[PyTree, PyTree]:
-        return _run(loss, batch._replace(examples=examples))
-
-    # Outside of `jax.jit`, one program. Otherwise the loop closes over examples, and JAX keeps them alive
-    # (tests/batches/test_micro_batched.py, "alive"). With `skip_empty`, reverse mode needs a number of turns that is
-    # known here.
-    runs_as_it_is = is_traced(jnp.zeros(())) or loss.options.skip_empty
-    return (run if runs_as_it_is else jax.jit(run))(batch.examples)
-
-
-def _run_on_each_device(loss: "_Loss", batch: Batch) -> tuple[PyTree, PyTree]:
-    options, axes = loss.options, loss.options.axes
-
-    def run(examples: dict[int, PyTree], without_examples: Batch) -> tuple[PyTree, PyTree]:
-        return _run(loss, without_examples.of_device(examples, axes))
-
-    # Rows of examples stay on the devices that have their examples.
-    aux_parts = options.aux_reduction == "examples"
-    parts = (aux_parts, False) if loss.has_carry else aux_parts
-    returned, grads = on_each_device(
-        run,
-        axes,
-        batch.examples,
-        batch.to_map(),
-        returns_parts=((False, parts) if options.has_aux else False, False),
-    )
-    like = loss.as_given(batch.with_role("argnums"))
-    return returned, jax.tree.map(partitioned_like, grads, like)
-
-
-def of_loss(fun: Function, has_aux: bool, remedy: str) -> Function:
-    """Returns a loss that raises unless it returns a scalar, with an aux of arrays beside it if `has_aux`.
-
-    JAX would say "output.sum()" for losses of examples, which is K times too small in a mean over micro-batches.
-    """
-
-    def of_arguments(*args: PyTree, **kwargs: PyTree) -> PyTree:
-        returned = fun(*args, **kwargs)
-        came = len(returned) if isinstance(returned, tuple | list) else 1
-        if came != 1 + has_aux:
-            wanted = "(loss, aux)" if has_aux else "a scalar"
-            raise ValueError(
-                f"fun must return {wanted} with has_aux={has_aux}, got {came} value{'' if came == 1 else 's'}. "
-                f"Return that, or pass has_aux={not has_aux}"
-            )
-        value, aux = returned if has_aux else (returned, ())
-        if shape := getattr(value, "shape", ()):
-            raise ValueError(f"fun must return a scalar, got shape {shape}. {remedy}")
-        for path, x in jax.tree.leaves_with_path(aux):
-            if not is_array(x):
-                raise ValueError(
-                    f"leaf {trees.leaf_name(path)} of the aux must be an array, got {trees.shown(x)}. Leave it out"
-                )
-        return returned
-
-    return of_arguments
-
-
-def _require_no_sum_of_rows(axes: AxisNames) -> None:
-    along = tuple(a for a in axes if a in row_axes())
-    if along:
-        raise ValueError(
-            f"reduction='sum' must not have sum_over={along!r} inside per_device. Leave out sum_over="
-        )
 
 
 def _check_aux_reduction(given: PyTree, has_aux: bool) -> None:
@@ -415,87 +305,162 @@ def _check_aux_reduction(given: PyTree, has_aux: bool) -> None:
         arguments.choice("aux_reduction", name, ("mean", *STACKED, *COMBINE))
 
 
-def _check_weight_is_given(weight_fn: Function | None, reduction: str, skip_empty: bool) -> None:
-    """Raises if the weight is no function, or if there is none and another argument needs it."""
+def _check_weight_fn(weight_fn: Any, reduction: str, skip_empty: bool) -> None:
+    """Raises if it is no function, or if there is none and another argument needs it."""
     if weight_fn is not None and not callable(weight_fn):
         raise ValueError(
             f"weight_fn must be a function, got {trees.shown(weight_fn)}. Pass such as lambda params, x, y: len(x)"
         )
+    what = "skip_empty=True" if skip_empty else f"reduction={reduction!r}"
     if weight_fn is None and (skip_empty or reduction == "sum_over_weights"):
-        what = "skip_empty=True" if skip_empty else f"reduction={reduction!r}"
         raise ValueError(
-            f"{what} needs weight_fn=, got None. Pass a function that returns the number of examples. Or leave out "
-            f"{what}"
+            f"{what} needs weight_fn=, got None. Pass a function that counts the examples. Or leave out {what}"
         )
 
 
-def _run(loss: "_Loss", batch: Batch) -> tuple[PyTree, PyTree]:
+def sums_over_turns(turn: Function, params: PyTree, count: int, window: Window) -> PyTree:
+    """Runs `turn(i, params)` for each micro-batch i of `count`. Returns its `((loss, aux), gradients)`.
+
+    Loss, gradients and the first half of the aux are added up, and the second half is stacked. The only examples here
+    are the turns' numbers, one for each.
+    """
+    numbers = {"batch_argnums": (0,), "argnums": (1,)}
+    examples = {0: jnp.arange(count, dtype=jnp.int32)[None]}
+    own = jax.tree.map(lambda x: as_varying(x, window.axes or ()), params)
+    batch = Batch(((), own), numbers, {1: own}, examples, count)
+
+    def of_one(i: jax.Array, params: PyTree) -> tuple[PyTree, PyTree]:
+        (value, aux), grads = turn(i[0], params)
+        return (value, (aux, [])), (grads,)
+
+    loss = _Loss(of_one, of_one, batch, window, "sum", ("sum", "stack"))
+    (value, (aux, _)), (grads,) = _run_here(loss)
+    return (value, aux), grads
+
+
+def _run_here(loss: "_Loss") -> tuple[PyTree, PyTree]:
+    def run(examples: dict[int, PyTree]) -> tuple[PyTree, PyTree]:
+        return _run(loss.of(loss.batch._replace(examples=examples)))
+
+    # Outside of `jax.jit`, one program. Otherwise the loop closes over examples, and JAX keeps them alive
+    # (tests/batches/test_micro_batched.py, "alive"). With `skip_empty`, reverse mode needs a number of turns that is
+    # known here.
+    runs_as_it_is = is_traced(jnp.zeros(())) or loss.skip_empty
+    return (run if runs_as_it_is else jax.jit(run))(loss.batch.examples)
+
+
+def _run_on_each_device(loss: "_Loss") -> tuple[PyTree, PyTree]:
+    batch, axes = loss.batch, loss.axes
+
+    def run(examples: PyTree, args: PyTree) -> tuple[PyTree, PyTree]:
+        return _run(loss.of(batch.of_device(examples, args, axes)))
+
+    # Rows of examples stay on the devices that have their examples.
+    parts = ((False, (loss.aux_reduction == "examples", False)), False)
+    on_devices = partial(on_each_device, run, axes, returns_parts=parts)
+    returned, grads = on_devices(batch.examples, batch.args)
+    return returned, jax.tree.map(partitioned_like, grads, batch.with_role("argnums"))
+
+
+def _checked_loss(fun: Function, has_aux: bool, has_carry: bool, remedy: str) -> Function:
+    """Returns `fun` with results `(loss, (aux, carry))`. The carry is a list of one or none, and no aux is ().
+
+    Raises unless the loss is a scalar, with arrays beside it. JAX would say "output.sum()" for losses of examples,
+    which is K times too small in a mean over micro-batches.
+    """
+
+    def of_arguments(*args: PyTree) -> tuple[PyTree, tuple[PyTree, list[PyTree]]]:
+        # 1. Take apart what fun returns.
+        returned = fun(*args)
+        came = len(returned) if isinstance(returned, tuple | list) else 1
+        if came != 1 + has_aux:
+            wanted = "(loss, aux)" if has_aux else "a scalar"
+            raise ValueError(
+                f"fun must return {wanted} with has_aux={has_aux}, got {came} value{'' if came == 1 else 's'}. "
+                f"Return that, or pass has_aux={not has_aux}"
+            )
+        value, beside = returned if has_aux else (returned, ())
+        # 2. Check it.
+        if shape := getattr(value, "shape", ()):
+            raise ValueError(f"fun must return a scalar, got shape {shape}. {remedy}")
+        for path, x in jax.tree.leaves_with_path(beside):
+            if not is_array(x):
+                raise ValueError(
+                    f"leaf {trees.leaf_name(path)} of the aux must be an array, got {trees.shown(x)}. Leave it out"
+                )
+        if not has_carry:
+            return value, (beside, [])
+        if not isinstance(beside, tuple | list) or len(beside) != 2:
+            raise ValueError(
+                f"with carry_argnum, fun must return (loss, (aux, carry)), got {trees.shown(beside)} beside the loss"
+            )
+        aux, carry = beside
+        return value, (aux, [carry])
+
+    return of_arguments
+
+
+def _run(loss: "_Loss") -> tuple[PyTree, PyTree]:
     """Returns the results of the batch, or of a device's part of it. The module's docstring has its steps."""
-    options, window = loss.options, loss.options.window()
+    batch = loss.batch
     # 1. Take the parameters and the carry. Statistics that Flax overwrites have no mean, so they stand apart.
-    all_params = loss.as_given(batch.with_role("argnums"))
+    all_params = batch.with_role("argnums")
     params, old_values = _overwritten.separated(all_params)
     carried = [jax.tree.map(jnp.asarray, x) for x in batch.with_role("carry_argnum")]
 
     # 2. Trace fun once, for an abstract number of a micro-batch. It varies over devices if each runs its own.
-    has_weight = loss.has_weight(batch, carried) if options.skip_empty else None
-    number = jnp.int32(0) if has_weight is None else as_varying(jnp.int32(0), _axes_of(has_weight))
-    traced = Traced(partial(loss.results, batch), number, carried)
+    has_weight = loss.has_weight(carried) if loss.skip_empty else None
+    number = jnp.int32(0)
+    if has_weight is not None:
+        number = as_varying(number, _axes_of(has_weight))
+    traced = Traced(loss.results, number, carried)
 
     # 3. Check what fun returns: where it is sharded, the axes of the loss, the weight, the carry, the aux.
-    own_axes, aux = _checked(loss, batch, traced, params, carried)
+    own_axes, aux = _checked(loss, traced, params, carried)
 
     # 4. Run the loop over all micro-batches, or over those with a weight.
-    loop = _Loop(window, batch, loss, traced, aux, own_axes)
+    loop = _Loop(loss, traced, aux, own_axes)
     start = loop.start(params, batch.carry_of_device(carried))
     if has_weight is None:
-        end, stacked = scan_in_order(
-            loop.turn, start, batch.divisor, has_convolutions=traced.has_convolutions()
-        )
+        is_slow = traced.has_convolutions()
+        end, stacked = scan_in_order(loop.turn, start, batch.divisor, has_convolutions=is_slow)
     else:
         end, stacked = loop.run_where(has_weight, start)
 
     # 5. Divide and sum over devices. Statistics that Flax overwrites are put back among the gradients.
     value, grads = loop.averages(end.window_state)
+    whole_aux, overwritten = aux.finalize(end.aux, stacked)
     if old_values:
-        overwritten = _overwritten.finalize(end.overwritten, old_values, options.axes)
-        grads = _overwritten.joined(grads, overwritten, all_params)
+        new_values = _overwritten.finalize(overwritten, old_values)
+        grads = _overwritten.joined(grads, new_values, all_params)
 
     # 6. Add aux and carry to the results. If the call maps the axes, its carry has to be one for all devices.
-    if not options.has_aux:
-        return value, grads
-    whole_aux = aux.finalize(end.aux, stacked)
-    if not loss.has_carry:
-        return (value, whole_aux), grads
     new_carry = loop.one_carry(carried, end) if batch.devices else end.carried
-    return (value, (whole_aux, *new_carry)), grads
+    return (value, (whole_aux, new_carry)), grads
 
 
 def _checked(
-    loss: "_Loss", batch: Batch, traced: Traced, params: PyTree, carried: list[PyTree]
+    loss: "_Loss", traced: Traced, params: PyTree, carried: list[PyTree]
 ) -> tuple[AxisNames, AuxLeaves]:
     """Returns the axes along which a device's results stay its own, and how the aux is reduced.
 
     Raises if `fun` returned something that cannot be averaged, reduced or carried.
     """
-    options, like = loss.options, traced.result_types
-    axes = options.axes
-    if batch.devices and {*axes} & traced.constrained_axes():
+    batch, like, sum_over = loss.batch, traced.result_types, loss.window.axes
+    if batch.devices and {*loss.axes} & traced.constrained_axes():
         # JAX raises as late as it lowers the program. `on_each_device` adds the remedies.
-        raise ValueError(f"fun constrains an array to mesh axes in sum_over={axes!r}")
-    sum_over = arguments.axis_names("sum_over", options.sum_over)
+        raise ValueError(f"fun constrains an array to mesh axes in sum_over={sum_over!r}")
     own_axes = _own_axes(like.to_average.value, params, sum_over)
-    loss.check_weight(batch, carried)
+    loss.check_weight(carried)
     if carried:
-        weight = jax.eval_shape(partial(loss.weight_of, batch), 0, carried)
+        weight = jax.eval_shape(loss.weight_of, 0, carried)
         _check_carried(like.carried, carried, weight)
     examples = jax.tree.leaves(batch.examples)
     size = examples[0].shape[0] if examples else 0
-    aux = AuxLeaves(options.aux_reduction, like.aux, batch.divisor, size, sum_over)
+    aux = AuxLeaves(loss.aux_reduction, like.aux, size, Window(sum_over=sum_over))
     if batch.divisor * max(batch.devices, 1) > 1:
-        of_whole_batch = partial(loss.aux_of_whole_batch, batch)
-        is_joined = batch.devices > 0 and options.aux_reduction != "examples"
-        aux.find_axes(of_whole_batch, is_joined)
+        is_joined = batch.devices > 0 and loss.aux_reduction != "examples"
+        aux.find_axes(loss.aux_of_whole_batch, is_joined)
     return own_axes, aux
 
 
@@ -510,74 +475,85 @@ _WHOLE_IN_ARGNUMS = (
 
 
 class _Loss(NamedTuple):
-    fun: Function
-    value_and_grad: Function  # of `fun`, as `jax.value_and_grad` returns it
-    as_given: Function  # of the arguments in `argnums`: the one, or a tuple
-    has_carry: bool
-    options: Options  # whose `weight_fn` takes the arguments in order, as `fun` does
+    fun: Function  # as `_checked_loss` returns it
+    value_and_grad: Function  # of `fun`, by a tuple of arguments
+    batch: Batch
+    window: Window
+    reduction: Reduction
+    aux_reduction: PyTree
+    weight_fn: Function | None = None  # takes the arguments in order, as `fun` does
+    skip_empty: bool = False
 
-    def results(self, batch: Batch, i: Number, carried: list[PyTree]) -> _Returned:
+    @property
+    def axes(self) -> AxisNames:
+        return self.window.axes or ()
+
+    def of(self, batch: Batch) -> "_Loss":
+        return self._replace(batch=batch)
+
+    def results(self, i: Number, carried: list[PyTree]) -> _Returned:
+        batch = self.batch
         try:
             results = self.value_and_grad(*batch.arguments(i, carried))
         except jax.errors.NonConcreteBooleanIndexError as error:
             error.add_note(_NO_SELECTION)
             raise
         except (TypeError, ValueError) as error:
-            counts = {(x.shape[0] * batch.divisor,) for x in jax.tree.leaves(batch.examples)}
-            if counts & {np.shape(x)[:1] for x in jax.tree.leaves(batch.params)}:
+            examples, params = map(jax.tree.leaves, (batch.examples, batch.params))
+            counts = {(x.shape[0] * batch.divisor,) for x in examples}
+            if counts & {np.shape(x)[:1] for x in params}:
                 error.add_note(_WHOLE_IN_ARGNUMS)
             raise
-        returned, grads = summed(results)
-        value, aux = returned if self.options.has_aux else (returned, ())
-        if self.has_carry:
-            aux, *carried = _aux_and_carry(aux)
-        grads, overwritten = _overwritten.separated(grads)
-        return _Returned(_LossAndGradients(value, grads), overwritten, aux, carried)
+        (value, (aux, carried)), all_grads = summed(results)
+        grads, overwritten = _overwritten.separated(all_grads)
+        return _Returned(_LossAndGradients(value, grads), (aux, overwritten), carried)
 
-    def weight_of(self, batch: Batch, i: Number, carried: list[PyTree]) -> Scalar:
+    def weight_of(self, i: Number, carried: list[PyTree]) -> Scalar:
         """Returns the weight of micro-batch i, or 1 for a number in a mean, where it cancels.
 
         XLA leaves an all-reduce inside the loop if a constant multiplies it (XLA-24).
         """
-        weigh, is_mean = self.options.weight_fn, self.options.reduction == "mean"
-        if weigh is None:
+        is_mean = self.reduction == "mean"
+        if self.weight_fn is None:
             return 1.0
-        weight = arguments.weight(weigh(*batch.arguments(i, carried)), {()})
+        given = self.weight_fn(*self.batch.arguments(i, carried))
+        weight = arguments.weight(given, {()})
         return 1.0 if is_mean and isinstance(weight, float) and weight else weight
 
-    def has_weight(self, batch: Batch, carried: list[PyTree]) -> jax.Array:
+    def has_weight(self, carried: list[PyTree]) -> jax.Array:
         """Returns for each micro-batch whether its weight is not 0. Raises if weights depend on the carry."""
-        if any(reads(partial(self.weight_of, batch, 0), carried)):
+        if any(reads(partial(self.weight_of, 0), carried)):
             raise ValueError(
                 "weight_fn must not read the carry (in NNX, state outside of wrt) with skip_empty=True. Let it count "
                 "in the batch. Or leave out skip_empty"
             )
-        numbers = jnp.arange(batch.divisor, dtype=jnp.int32)
-        return lax.map(lambda i: jnp.asarray(self.weight_of(batch, i, carried) != 0), numbers)
+        numbers = jnp.arange(self.batch.divisor, dtype=jnp.int32)
+        return lax.map(lambda i: jnp.asarray(self.weight_of(i, carried) != 0), numbers)
 
-    def check_weight(self, batch: Batch, carried: list[PyTree]) -> None:
+    def check_weight(self, carried: list[PyTree]) -> None:
         """Raises if the weight has a derivative by the parameters, because averages take it for a constant."""
 
+        batch = self.batch
+
         def weight(params: dict[int, PyTree]) -> jax.Array:
-            return jnp.asarray(self.weight_of(batch._replace(params=params), 0, carried))
+            loss = self.of(batch._replace(params=params))
+            return jnp.asarray(loss.weight_of(0, carried))
 
         def tangent(tangents: dict[int, PyTree]) -> jax.Array:
             return jax.jvp(weight, (batch.params,), (tangents,))[1]
 
-        if self.options.reduction != "sum" and any(reads(tangent, batch.params)):
+        if self.reduction != "sum" and any(reads(tangent, batch.params)):
             raise ValueError(
                 "weight_fn must have no derivative by parameters. Return jax.lax.stop_gradient(weight). Or let fun "
                 "multiply by it, and pass reduction='sum'"
             )
 
-    def aux_of_whole_batch(self, batch: Batch) -> PyTree:
-        aux = self.fun(*batch.whole_arguments())[1]
-        return _aux_and_carry(aux)[0] if self.has_carry else aux
+    def aux_of_whole_batch(self) -> PyTree:
+        _, (aux, _) = self.fun(*self.batch.whole_arguments())
+        return aux
 
 
 class _Loop(NamedTuple):
-    window: Window
-    batch: Batch
     loss: _Loss
     traced: Traced  # its results
     aux: AuxLeaves
@@ -586,37 +562,31 @@ class _Loop(NamedTuple):
     def start(self, params: PyTree, carried: list[PyTree]) -> _LoopState:
         like = self.traced.result_types
         zero = jnp.zeros((), like.to_average.value.dtype)
-        empty = self.window.init(_LossAndGradients(zero, summed(params)))
+        empty = self.loss.window.init(_LossAndGradients(zero, summed(params)))
         # The loss is summed beside the gradients. `accumulator_dtype` is for these alone.
-        of_value = Window(sum_over=self.window.axes).init(zero).gradient_sum
+        of_value = Window(sum_over=self.loss.window.axes).init(zero).gradient_sum
         sums = empty.gradient_sum._replace(value=of_value)
-        overwritten = _overwritten.init(like.overwritten)
-        window_state = empty._replace(gradient_sum=sums)
-        state = _LoopState(window_state, overwritten, self.aux.init(), carried)
-        return self._varying(placed_like(state, (self.batch.examples, params)))
+        state = _LoopState(empty._replace(gradient_sum=sums), self.aux.init(), carried)
+        return self._varying(placed_like(state, (self.loss.batch.examples, params)))
 
-    def turn(self, state: _LoopState, i: jax.Array) -> tuple[_LoopState, list[jax.Array]]:
+    def turn(self, state: _LoopState, i: jax.Array) -> _Ran:
         """Runs micro-batch i. Returns the new state, and its leaves of the aux that are stacked."""
         # 1. Its weight and its results. Loops of fun may add gradients already.
-        weight = self.loss.weight_of(self.batch, i, state.carried)
+        weight = self.loss.weight_of(i, state.carried)
         returned, begun = self._run_and_add(state, i, weight)
         # 2. Add the loss, and the gradients that are left.
-        added = self.window.update(begun, returned.to_average, weight)
+        added = self.loss.window.update(begun, returned.to_average, weight)
         # 3. Is it kept? The window counts those that it drops. Sums of scatters in the aux and in the carry are lost,
         # too, if XLA knows that it is kept (XLA-27).
         is_kept = unknown_true() & (weight != 0)
-        if self.window.nonfinite != "propagate":
+        if self.loss.window.nonfinite != "propagate":
             is_kept &= added.dropped == state.window_state.dropped
         # 4. Add the rest of what it returned, if it is kept.
         aux, stacked = self.aux.update(state.aux, returned.aux, weight, is_kept)
-        overwritten = _overwritten.update(state.overwritten, returned.overwritten, is_kept)
         carried = selected(is_kept, returned.carried, state.carried)
-        new_state = _LoopState(added, overwritten, aux, carried)
-        return self._varying(new_state), stacked
+        return self._varying(_LoopState(added, aux, carried)), stacked
 
-    def run_where(
-        self, has_weight: jax.Array, start: _LoopState
-    ) -> tuple[_LoopState, list[jax.Array]]:
+    def run_where(self, has_weight: jax.Array, start: _LoopState) -> _Ran:
         """Runs the micro-batches that have a weight, in their order. Each device runs its own.
 
         1. Devices that wait for each other in a turn run the same ones: those that have a weight on any of them.
@@ -638,16 +608,14 @@ class _Loop(NamedTuple):
         order = as_varying(jnp.argsort(~runs, stable=True).astype(jnp.int32), axes)
 
         # 3.
-        def run(
-            at: jax.Array, before: tuple[_LoopState, list[jax.Array]]
-        ) -> tuple[_LoopState, list[jax.Array]]:
+        def run(at: jax.Array, before: _Ran) -> _Ran:
             state, stacks = before
             number = lax.dynamic_index_in_dim(order, at, keepdims=False)
             state, new = self.turn(state, number)
             put = partial(lax.dynamic_update_index_in_dim, index=number, axis=0)
-            return state, [put(stack, x) for stack, x in zip(stacks, new, strict=True)]
+            return state, jax.tree.map(put, stacks, new)
 
-        stacks = self.aux.empty_stacks(jax.eval_shape(turn)[1])
+        stacks = empty_stacks(self.loss.batch.divisor, jax.eval_shape(turn)[1])
         return lax.fori_loop(0, jnp.sum(runs), run, (start, stacks))
 
     def _run_and_add(
@@ -659,14 +627,14 @@ class _Loop(NamedTuple):
         added are None.
         """
         # One micro-batch has no sum to add to. A policy looks at the gradients before they are added.
-        if self.batch.divisor == 1 or self.window.nonfinite != "propagate":
+        if self.loss.batch.divisor == 1 or self.loss.window.nonfinite != "propagate":
             return self.traced(i, state.carried), state.window_state
         sums = state.window_state.gradient_sum
         leaves, structure = jax.tree.flatten(sums.gradients)
         # Places among all results.
         places = jax.tree.leaves(self.traced.numbers.to_average.gradients)
         by_place = dict(zip(places, leaves, strict=True))
-        add = self.window.adder_in_loop(state.window_state, weight)
+        add = self.loss.window.adder_in_loop(state.window_state, weight)
         returned, added = self.traced.added_to(by_place, add, i, state.carried)
         gradients = jax.tree.unflatten(structure, [added[at] for at in places])
         sums = sums._replace(gradients=gradients)
@@ -676,14 +644,13 @@ class _Loop(NamedTuple):
         """Returns the state with sums whose types vary over `own_axes`, because a loop keeps the types of its state."""
         if not self.own_axes:
             return state
-        sums = state._replace(carried=[])
-        return jax.tree.map(lambda x: as_varying(x, self.own_axes), sums)._replace(
-            carried=state.carried
-        )
+        vary = lambda x: as_varying(x, self.own_axes)  # noqa: E731
+        sums = jax.tree.map(vary, state._replace(carried=[]))
+        return sums._replace(carried=state.carried)
 
     def averages(self, window_state: GradAccumulatorState) -> _LossAndGradients:
-        window = self.window
-        if self.batch.devices and self.loss.options.reduction != "sum":
+        window = self.loss.window
+        if self.loss.batch.devices and self.loss.reduction != "sum":
             # Divided already, so a "sum" takes only the total.
             window_state = window.divided(window_state)
             window = Window(reduction="sum", sum_over=window.axes)
@@ -691,7 +658,7 @@ class _Loop(NamedTuple):
         # If no micro-batch is kept, the sums are still zeros, and so are the gradients.
         like = self.traced.result_types.to_average
         value, grads = jax.tree.map(cast_like, average.gradients, like)
-        if self.loss.options.reduction != "sum":
+        if self.loss.reduction != "sum":
             value = nan_unless(has_weight, value)
         return _LossAndGradients(value, grads)
 
@@ -703,7 +670,7 @@ class _Loop(NamedTuple):
         """
         first = partial(self.traced, jnp.int32(0))
         is_same = iter(returned_as_given(lambda carried: first(carried).carried, old))
-        axes = self.loss.options.axes
+        axes = self.loss.axes
         has_new = jnp.any(end.window_state.sum_of_weights != 0)
 
         def one(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -715,16 +682,6 @@ class _Loop(NamedTuple):
 def _axes_of(has_weight: jax.Array) -> AxisNames:
     """Returns the mapped axes along which devices may have other weights, if types show them."""
     return tuple(sorted(varying_axes(has_weight), key=str))
-
-
-def _aux_and_carry(returned: PyTree) -> tuple[PyTree, PyTree]:
-    """Returns the pair (aux, carry). Raises if `fun` returned something else beside the loss."""
-    if not isinstance(returned, tuple | list) or len(returned) != 2:
-        raise ValueError(
-            f"with carry_argnum, fun must return (loss, (aux, carry)), got {trees.shown(returned)} beside the loss"
-        )
-    aux, carry = returned
-    return aux, carry
 
 
 def _own_axes(loss: PyTree, params: PyTree, sum_over: Axes) -> AxisNames:
@@ -739,26 +696,24 @@ def _own_axes(loss: PyTree, params: PyTree, sum_over: Axes) -> AxisNames:
             f"the loss is already reduced over {', '.join(map(repr, reduced))} of sum_over={axes!r}. Return the "
             f"loss of the device's own examples. Or {sum_over_others(axes, reduced)}"
         )
-    along = sorted(varying_axes(loss) - set(axes), key=str)
-    leaves = [x for x in jax.tree.leaves(trees.parameter_arrays(params)) if is_gradient(x)]
-    if along and sum_over == () and all(set(along) <= varying_axes(x) for x in leaves):
-        return tuple(along)
-    if along:
+    along = tuple(sorted(varying_axes(loss) - set(axes), key=str))
+    leaves = filter(is_gradient, jax.tree.leaves(trees.parameter_arrays(params)))
+    is_own = sum_over == () and all({*along} <= varying_axes(x) for x in leaves)
+    if along and not is_own:
         wanted = (*axes, *along)
         raise ValueError(
             f"the loss may differ over {', '.join(map(repr, along))}. Pass "
             f"sum_over={wanted if len(wanted) > 1 else along[0]!r} if examples differ. Or reduce the loss by "
             "jax.lax.pmean. For each device's own gradients, pass sum_over=() and jax.lax.pcast(params, "
-            f"{tuple(along)}, to='varying')"
+            f"{along}, to='varying')"
         )
-    return ()
+    return along
 
 
 def _check_carried(new: list[PyTree], carried: list[PyTree], weight: Leaf) -> None:
     """Raises if a micro-batch would change the carry's structure, shapes, dtypes or the axes over which it varies."""
-    check_unchanged(
-        new[0], carried[0], "the carry that fun returns must be like the one that it gets"
-    )
+    what = "the carry that fun returns must be like the one that it gets"
+    check_unchanged(new[0], carried[0], what)
 
     def check(path: KeyPath, new: Leaf, old: Leaf) -> None:
         if along := newly_varying(new, old) or newly_varying(weight, old):

@@ -5,6 +5,7 @@ whole.
 """
 
 import math
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,49 +23,43 @@ from shrewjax._batches.roles import Call
 class Batch(NamedTuple):
     """The arguments of one call in one order, those by position first. A number means an argument in this order."""
 
-    args: tuple[PyTree, ...]
-    numbers: dict[str, tuple[int, ...]]  # by role
+    args: tuple[PyTree, ...]  # without examples
+    numbers: Mapping[str, tuple[int, ...]]  # by role
     params: dict[int, PyTree]  # those of `argnums`
     examples: dict[int, PyTree]  # as `_split_examples` returns them
     divisor: int  # number of micro-batches
-    first_number: Number  # of the device's first micro-batch, over all devices
-    devices: int  # over which the call itself maps the examples, or 0
+    first_number: Number = 0  # of the device's first micro-batch, over all devices
+    devices: int = 0  # over which the call itself maps the examples, or 0
 
     def with_role(self, name: str) -> tuple[PyTree, ...]:
-        return tuple(self.args[at] for at in self.numbers[name])
+        return tuple(self.args[at] for at in self.numbers.get(name, ()))
 
     def arguments(self, i: Number, carried: list[PyTree]) -> list[PyTree]:
         of_examples = partial(lax.dynamic_index_in_dim, index=i, axis=1, keepdims=False)
         replaced = self.params | jax.tree.map(of_examples, self.examples)
-        for at in self.numbers["rng_argnums"]:
+        for at in self.numbers.get("rng_argnums", ()):
             fold = partial(jax.random.fold_in, data=self.first_number + i)
             replaced[at] = jax.tree.map(fold, self.args[at])
-        replaced |= dict(zip(self.numbers["carry_argnum"], carried, strict=True))
+        replaced |= zip(self.numbers.get("carry_argnum", ()), carried, strict=True)
         return [replaced.get(at, x) for at, x in enumerate(self.args)]
 
     def whole_arguments(self) -> list[PyTree]:
-        """Returns the arguments of the whole batch on all devices. If the call maps it, its examples are zeros.
+        """Returns the arguments of the whole batch on all devices, to trace `fun`, which may change the trees."""
 
-        Copies the trees, because `fun` may change them.
-        """
-        replaced = dict(self.params)
-        if self.devices:
-            parts = self.divisor * self.devices
-            replaced |= jax.tree.map(
-                lambda x: jnp.zeros((len(x) * parts, *x.shape[2:]), x.dtype), self.examples
-            )
-        return jax.tree.map(lambda x: x, [replaced.get(at, x) for at, x in enumerate(self.args)])
+        def whole(x: jax.Array) -> jax.Array:
+            of_device = x.reshape(len(x) * self.divisor, *x.shape[2:])
+            return jnp.concatenate([of_device] * max(self.devices, 1))
 
-    def to_map(self) -> "Batch":
-        """Returns the batch without its examples, and with each other array once."""
-        args = tuple(() if at in self.examples else x for at, x in enumerate(self.args))
-        return self._replace(args=args, examples={}, params={})
+        replaced = self.params | jax.tree.map(whole, self.examples)
+        args = [replaced.get(at, x) for at, x in enumerate(self.args)]
+        return jax.tree.map(lambda x: x, args)
 
-    def of_device(self, examples: dict[int, PyTree], axes: AxisNames) -> "Batch":
-        """Returns a batch without examples, with those of this device."""
-        params = {at: self.args[at] for at in self.numbers["argnums"]}
+    def of_device(self, examples: PyTree, args: PyTree, axes: AxisNames) -> "Batch":
+        """Returns the batch of this device, from its examples and the other arguments."""
+        params = {at: args[at] for at in self.numbers["argnums"]}
         first = device_index(axes) * self.divisor
-        return self._replace(examples=examples, params=params, first_number=first)
+        own = self._replace(args=args, params=params, examples=examples)
+        return own._replace(first_number=first)
 
     def carry_of_device(self, carried: list[PyTree]) -> list[PyTree]:
         """Returns the carry with which a device begins. If the call maps it, each device has its own typed keys."""
@@ -78,12 +73,13 @@ class Batch(NamedTuple):
         return jax.tree.map(fold, carried) if self.devices else carried
 
 
-def batch_of_call(call: Call, axes: AxisNames, devices: int, *, is_sum: bool) -> Batch:
+def batch_of_call(call: Call, sum_over: AxisNames, devices: int, is_sum: bool) -> Batch:
     """Returns the arguments of one call of `accumulated_value_and_grad` by their roles.
 
-    `axes` are those mapped axes over which the examples are divided already. `devices` is the number of devices over
-    which they will be, or 0.
+    `devices` is the number of devices over which the examples will be divided along the axes of `sum_over`. If it is 0,
+    they are already.
     """
+    axes = () if devices else sum_over
     first_number = device_index(axes) * call.divisor if axes else 0
     examples = _split_examples(call, devices, is_sum)
 
@@ -93,13 +89,12 @@ def batch_of_call(call: Call, axes: AxisNames, devices: int, *, is_sum: bool) ->
     # Whole arguments become a device's own. In `shard_map`, JAX would otherwise reduce gradients by them on every
     # micro-batch (tests/batches/test_accumulated.py, "cross_the_network_once"), also those that `fun` takes itself
     # (tests/devices/test_sum_over.py, "inner_step").
-    params = {
-        at: jax.tree.map(lambda x: as_varying(x, axes), call.values[at])
-        for at in call.numbers["argnums"]
-    }
+    params = {at: call.values[at] for at in call.numbers["argnums"]}
+    own = jax.tree.map(lambda x: as_varying(x, axes), params)
     whole = {at: jax.tree.map(varying, call.values[at]) for at in call.whole()}
-    args = tuple(whole.get(at, x) for at, x in enumerate(call.values))
-    return Batch(args, call.numbers, params, examples, call.divisor, first_number, devices)
+    others = whole | dict.fromkeys(examples, ())
+    args = tuple(others.get(at, x) for at, x in enumerate(call.values))
+    return Batch(args, call.numbers, own, examples, call.divisor, first_number, devices)
 
 
 def _split_examples(call: Call, devices_to_map: int, is_sum: bool) -> dict[int, PyTree]:
@@ -123,20 +118,20 @@ def _split_examples(call: Call, devices_to_map: int, is_sum: bool) -> dict[int, 
 
 
 def _check_divisible(call: Call, name: str, count: int, devices: int, is_sum: bool) -> None:
-    divisor = call.divisor
     if count == 0:
         raise ValueError(
             f"{name} must hold an example, got none. Leave out the call for an empty batch"
         )
-    if count % (divisor * devices):
-        padded = -(-count // (divisor * devices)) * divisor * devices
+    parts = call.divisor * devices
+    if count % parts:
         over = f" on each of {devices} devices" if devices > 1 else ""
-        padding = (
-            "leave the padding out of the loss" if is_sum else "let weight_fn= count the real ones"
-        )
+        padding = "let weight_fn= count the real ones"
+        if is_sum:
+            padding = "leave the padding out of the loss"
         raise ValueError(
-            f"{name} has {count} examples, which micro_batches={divisor}{over} does not divide. Pad the batch to "
-            f"{padded}, and {padding}. If it holds none, pass parameters first, or pass batch_argnums="
+            f"{name} has {count} examples, which micro_batches={call.divisor}{over} does not divide. Pad the batch to "
+            f"{-(-count // parts) * parts}, and {padding}. If it holds none, pass parameters first, or pass "
+            "batch_argnums="
         )
 
 

@@ -9,6 +9,8 @@ Do the cotangents depend on the frontier? In a mean over a mask they do not, so 
 in *one pass*. Otherwise there are two: one for the frontier, and one for the gradients.
 """
 
+import itertools
+import operator
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -19,7 +21,7 @@ import jax.numpy as jnp
 from shrewjax._base.axes import as_varying, varying_axes
 from shrewjax._base.mesh import explicit_axes
 from shrewjax._base.types import Function, Leaf, PyTree
-from shrewjax._batches.divided import Divided, Frontier, Pass, as_declared, run_plainly
+from shrewjax._batches.divided import Divided, Frontier, Pass, as_declared
 from shrewjax._division.kinds import Step, Var, made_by
 from shrewjax._division.micro_batch import function_of_steps
 from shrewjax._division.report import described
@@ -47,14 +49,15 @@ class Run:
         given = dict(zip(program.arguments, operands, strict=True))
         self.arguments = [given.pop(x) for x in divided.arguments]
         known = given | program.constants
-        names = made_by(self.plan.before)
-        self.data = known | dict(zip(names, _made(self.plan.before, known, names), strict=True))
+        before = made_by(self.plan.before)
+        made = _made(self.plan.before, known, before)
+        self.data = known | dict(zip(before, made, strict=True))
         self.frontier = Frontier.of(self.plan.frontier, program.has_derivative)
         self._passes = "two passes"
 
     # Results, and derivatives.
 
-    def value(self, run: Function = run_plainly) -> tuple[list[Leaf], list[Leaf]]:
+    def value(self, run: Function = operator.call) -> tuple[list[Leaf], list[Leaf]]:
         """Returns the results, and the frontier. With `run_by_rules`, as for a derivative."""
         free = run(self._free, self.arguments)
         _, made = self._pass(self.frontier, free, run=run)
@@ -65,15 +68,18 @@ class Run:
         """Returns the results, and the gradients of the first one."""
         free, pull_once = jax.vjp(self._free, self.arguments)
         # 1. Differentiate what the result depends on. A cotangent of zero could make a NaN of other values.
-        zeros = [zeros_of(x.aval) for x in self.frontier.all]
-        first = lambda made: self._results(self.frontier, made, free)[0]  # noqa: E731
-        used = dict(zip(self.frontier.all, jaxprs.reads(first, zeros), strict=True))
-        frontier = Frontier.of(self.frontier.all, lambda x: used[x] and x in self.frontier.smooth)
+        names = self.frontier.all
+        zeros = [zeros_of(x.aval) for x in names]
+        first = partial(self._first, self.frontier, free)
+        used = {*itertools.compress(names, jaxprs.reads(first, zeros))}
+        differentiated = used.intersection(self.frontier.smooth)
+        frontier = Frontier.of(names, lambda x: x in differentiated)
         # 2. One pass, if cotangents do not depend on the frontier: then they are those at zeros. An operation of
         # `after` that prints and computes would print these zeros, so it takes two passes.
         any_values = [zeros_of(x.aval) for x in frontier.all]
         cotangents = partial(self._cotangents_of_first, frontier, free)
-        prints = any(jaxprs.prints(x.equation) and not x.only_prints for x in self.plan.after)
+        computes = [x.equation for x in self.plan.after if not x.only_prints]
+        prints = any(map(jaxprs.prints, computes))
         is_one_pass = not prints and not any(jaxprs.reads(cotangents, any_values))
         self._passes = "one pass" if is_one_pass else "two passes"
         known = cotangents(any_values) if is_one_pass else None
@@ -101,9 +107,11 @@ class Run:
         grads, _ = self._pass(self.frontier, free, of_frontier, returns_frontier=False)
         return self._gradients(pull_once, grads, of_free)
 
-    def _cotangents_of_first(
-        self, frontier: Frontier, free: list[Leaf], made: list[Leaf]
-    ) -> list[Leaf]:
+    def _first(self, frontier: Frontier, free: list[Leaf], made: list[Leaf]) -> Leaf:
+        smooth, after = self._after(frontier, made)
+        return after(smooth, free)[0]
+
+    def _cotangents_of_first(self, frontier: Frontier, free: list[Leaf], made: list[Leaf]) -> Any:
         """Returns the cotangents of the frontier for a cotangent 1 of the first result."""
         smooth, after = self._after(frontier, made)
         result, pull = jax.vjp(lambda smooth: after(smooth, free)[0], smooth)
@@ -113,17 +121,21 @@ class Run:
         self, pull_once: Function, grads: dict[Var, Leaf], of_free: list[Leaf]
     ) -> list[Leaf]:
         """Returns the gradients by the arguments: through the loop, beside it, and through what runs once."""
-        pairs = zip(self.divided.free, of_free, strict=True)
-        total = [
-            summed_like(grads[x], y).astype(y.dtype) + y if x in grads else y for x, y in pairs
-        ]
+
+        def both(x: Var, beside: Leaf) -> Leaf:
+            if x not in grads:
+                return beside
+            return summed_like(grads[x], beside).astype(beside.dtype) + beside
+
+        total = [*map(both, self.divided.free, of_free)]
         return [*map(as_declared, self.divided.arguments, pull_once(total)[0])]
 
     def described(self) -> str:
         """Returns the text of `print_micro_batches`, after a derivative was taken."""
         setting = self.divided.setting
-        sizes = [f"{n} examples in {setting.micro_batches} micro-batches" for n in setting.sets]
-        return described(self.plan, self.divided.fun, " and ".join(sizes), self._passes)
+        parts = f"examples in {setting.micro_batches} micro-batches"
+        sizes = " and ".join(f"{n} {parts}" for n in setting.sets)
+        return described(self.plan, self.divided.fun, sizes, self._passes)
 
     # The parts.
 
@@ -131,14 +143,11 @@ class Run:
         """Returns the free arguments, and what runs once of them."""
         names = self.divided.arguments
         known = self.data | dict(zip(names, arguments, strict=True))
-        return [*arguments, *_made(self.plan.once, known, self.divided.free[len(names) :])]
+        made = _made(self.plan.once, known, self.divided.free[len(names) :])
+        return [*arguments, *made]
 
     def _pass(
-        self,
-        frontier: Frontier,
-        free: list[Leaf],
-        cotangents: list[Leaf] | None = None,
-        **options: Any,
+        self, frontier: Frontier, free: list[Leaf], cotangents: PyTree = None, **options: Any
     ) -> tuple[dict[Var, Leaf], list[Leaf]]:
         """Returns the gradients by what is free, and the frontier, of a pass with these cotangents."""
         own = [as_varying(x, self.divided.varying) for x in free]
@@ -150,23 +159,18 @@ class Run:
     ) -> tuple[list[Leaf], Function]:
         """Returns the smooth values of the frontier, and the results as a function of these and of what is free."""
         count = len(frontier.smooth)
-        others = made[count:]
+        names = *frontier.all, *self.divided.free
+        steps = [x for x in self.plan.after if prints or not x.only_prints]
 
         def results(smooth: list[Leaf], free: list[Leaf]) -> list[Leaf]:
-            return self._results(frontier, [*smooth, *others], free, prints=prints)
+            values = *smooth, *made[count:], *free
+            known = self.data | dict(zip(names, values, strict=True))
+            return _made(steps, known, self.divided.program.results)
 
         return made[:count], results
 
-    def _results(
-        self, frontier: Frontier, made: list[Leaf], free: list[Leaf], *, prints: bool = False
-    ) -> list[Leaf]:
-        names = *frontier.all, *self.divided.free
-        known = self.data | dict(zip(names, (*made, *free), strict=True))
-        steps = [x for x in self.plan.after if prints or not x.only_prints]
-        return _made(steps, known, self.divided.program.results)
 
-
-def _made(steps: Sequence[Step], known: dict[Var, Leaf], names: Sequence[Any]) -> list[Leaf]:
+def _made(steps: Sequence[Step], known: dict[Var, Leaf], names: Sequence[Any]) -> Any:
     """Returns what steps make of the whole batch."""
     run = function_of_steps(steps, [*known], names)
     return run(*map(as_declared, known, known.values()))
@@ -181,4 +185,5 @@ def summed_like(x: Leaf, like: Leaf) -> Leaf:
 def zeros_of(aval: Any) -> Leaf:
     """Returns zeros of a type: placed on an Explicit mesh, and varying over mapped axes, as it says."""
     where = {"out_sharding": aval.sharding} if explicit_axes(aval) else {}
-    return as_varying(jnp.zeros(aval.shape, aval.dtype, **where), tuple(varying_axes(aval)))
+    zeros = jnp.zeros(aval.shape, aval.dtype, **where)
+    return as_varying(zeros, tuple(varying_axes(aval)))

@@ -11,7 +11,10 @@ Values that are differentiated are *free*. `Divided` plans a program for the fre
 A loop is that of `accumulated_value_and_grad`. Its aux are sums, and stacks of rows.
 """
 
+import itertools
+import operator
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -20,14 +23,15 @@ from jax import lax
 
 from shrewjax._base.axes import as_varying, varying_axes
 from shrewjax._base.mesh import on_each_device
-from shrewjax._base.types import AxisNames, DType, Function, Leaf, PyTree
-from shrewjax._batches.accumulated import Options, sums_over_turns
+from shrewjax._base.types import AxisNames, DType, Function, Leaf
+from shrewjax._batches.accumulated import sums_over_turns
 from shrewjax._division.kinds import SAME, Fact, Program, Var, is_inexact, made_by
 from shrewjax._division.micro_batch import Env, MicroBatch
 from shrewjax._division.plan import Plan
 from shrewjax._division.report import check_share
 from shrewjax._division.rows import Rows, Turns, joined, turns
 from shrewjax._programs.jaxprs import Jaxpr, shape_of
+from shrewjax._windows.window import Window
 
 
 class Setting(NamedTuple):
@@ -39,29 +43,27 @@ class Setting(NamedTuple):
 
 
 class Divided:
-    """A program, divided for the arguments that are free. `are_rows` says which arguments hold examples."""
+    """A program, divided. `kinds` says of each argument whether it holds examples, and whether it is free."""
 
     def __init__(
-        self,
-        fun: Function,
-        jaxpr: Jaxpr,
-        setting: Setting,
-        are_rows: Sequence[bool],
-        are_free: Sequence[bool],
+        self, fun: Function, jaxpr: Jaxpr, setting: Setting, kinds: Sequence[tuple[bool, bool]]
     ) -> None:
         self.fun, self.setting = fun, setting
-        sizes = [shape_of(x)[:1] for x in jaxpr.in_avals]
-        kinds = [Rows(0, n) if is_row else SAME for n, is_row in zip(sizes, are_rows, strict=True)]
-        self.program = Program(jaxpr, [*map(Fact, kinds, are_free)], setting.sets)
+        facts = [
+            Fact(Rows(0, shape_of(x)[:1]) if is_row else SAME, is_free)
+            for x, (is_row, is_free) in zip(jaxpr.in_avals, kinds, strict=True)
+        ]
+        self.program = Program(jaxpr, facts, setting.sets)
         self.plan = Plan(self.program)
         check_share(self.plan, fun)
-        once = made_by(self.plan.once)
-        self.arguments = [x for x, y in zip(self.program.arguments, are_free, strict=True) if y]
-        self.free: list[Var] = [*self.arguments, *once]
+        are_free = [is_free for _, is_free in kinds]
+        self.arguments = [*itertools.compress(self.program.arguments, are_free)]
+        self.free: list[Var] = [*self.arguments, *made_by(self.plan.once)]
         # The mapped axes over which all of the frontier varies. The loop's values are cast to vary over them, so that
         # JAX sums no gradient inside of it.
         found = [varying_axes(x.aval) for x in self.plan.frontier]
-        self.varying = tuple(sorted(frozenset.intersection(*found), key=str)) if found else ()
+        of_all = frozenset.intersection(*found) if found else ()
+        self.varying = tuple(sorted(of_all, key=str))
 
 
 class _Cotangent(NamedTuple):
@@ -96,10 +98,6 @@ class Frontier(NamedTuple):
         return [*self.smooth, *self.others]
 
 
-def run_plainly(function: Function, *operands: PyTree) -> PyTree:
-    return function(*operands)
-
-
 class Pass:
     """One pass of the loops.
 
@@ -117,7 +115,7 @@ class Pass:
         cotangents: list[Leaf] | None = None,
         *,
         returns_frontier: bool = True,
-        run: Function = run_plainly,
+        run: Function = operator.call,
     ) -> None:
         self.divided, self.program, self.run = divided, divided.program, run
         self.frontier, self.has_gradients = frontier, cotangents is not None
@@ -125,33 +123,34 @@ class Pass:
         # 1. Find what tasks read because no task makes it: neither that slice nor the whole.
         tasks = divided.plan.loop
         made = {key for task in tasks for key in task.results()}
-        reads = [
-            key for task in tasks for key in task.reads() if made.isdisjoint({key, (key[0], None)})
-        ]
+        every = [key for task in tasks for key in task.reads()]
+        reads = [(x, rows) for x, rows in every if made.isdisjoint({(x, rows), (x, None)})]
         # 2. Free values that are whole are parameters, if there are gradients. All else is an array.
+        slice_of = self.program.slice
         free = divided.free if self.has_gradients else []
-        of_sums = {x for x in free if self.program.slice(x) is None}
+        of_sums = {x for x in free if slice_of(x) is None}
         self.params = {x: known[x] for x, _ in reads if x in of_sums}
-        arrays: dict[Key, Leaf] = {(x, rows): known[x] for x, rows in reads if x not in of_sums}
+        arrays: dict[Key, Leaf] = {key: known[key[0]] for key in reads if key[0] not in of_sums}
         # 3. Add the cotangents, and the numbers of the examples.
         for x, y in zip(frontier.smooth, cotangents or [], strict=self.has_gradients):
-            arrays[_Cotangent(x), self.program.slice(x)] = as_varying(y, divided.varying)
+            arrays[_Cotangent(x), slice_of(x)] = as_varying(y, divided.varying)
         for s in divided.setting.sets:
             arrays[_Positions(s), Rows(0, (s,))] = jnp.arange(s, dtype=jnp.int32)
         self.whole = {key: x for key, x in arrays.items() if key[1] is None}
-        self.sliced = {(name, rows): x for (name, rows), x in arrays.items() if rows is not None}
-        self.rows = [x for x in free if (x, self.program.slice(x)) in self.sliced]
+        self.sliced: dict[tuple[Any, Rows], Leaf] = {
+            (name, rows): x for (name, rows), x in arrays.items() if rows is not None
+        }
+        self.rows = [x for x in free if (x, slice_of(x)) in self.sliced]
 
     def results(self) -> tuple[dict[Var, Leaf], list[Leaf]]:
         """Returns the gradients by what is free, and the frontier."""
         # 1. Run the loops, on each device if asked for.
         pieces = [rows.apart(x, rows.whole) for (_, rows), x in self.sliced.items()]
         arrays = pieces, ([*self.whole.values()], [*self.params.values()])
-        if axes := self.divided.setting.axes:
-            parts = False, True, False
-            made = on_each_device(self._of_device, axes, *arrays, returns_parts=parts)
-        else:
-            made = self._of_device(*arrays)
+        run, axes = self._of_device, self.divided.setting.axes
+        if axes:
+            run = partial(on_each_device, run, axes, returns_parts=(False, True, False))
+        made = run(*arrays)
         # 2. Put sums and rows in their places. They come as `_micro_batch` orders them: frontier, then gradients by
         # rows.
         sums, rows, of_params = map(iter, made)
@@ -163,8 +162,8 @@ class Pass:
             return its.together(next(rows), shape_of(x.aval), its.whole)
 
         frontier = [*map(placed, self.returned)]
-        grads = dict(zip(self.params, of_params, strict=True)) | {x: placed(x) for x in self.rows}
-        return grads, frontier
+        by_rows = {x: placed(x) for x in self.rows}
+        return dict(zip(self.params, of_params, strict=True)) | by_rows, frontier
 
     def _of_device(
         self, pieces: list[list[Leaf]], others: tuple[list[Leaf], list[Leaf]]
@@ -175,9 +174,8 @@ class Pass:
         of_rows = dict(zip(self.sliced, pieces, strict=True))
         setting = self.divided.setting
         counts = {s: s // setting.devices for s in setting.sets}
-        loops = [
-            self._loop(its, env, of_rows, params) for its in turns(counts, setting.micro_batches)
-        ]
+        each = turns(counts, setting.micro_batches)
+        loops = [self._loop(its, env, of_rows, params) for its in each]
         totals, stacks = zip(*loops, strict=True)
         sums, grads = jax.tree.map(lambda *x: sum(x[1:], start=x[0]), *totals)
         return sums, jax.tree.map(lambda *x: joined(x), *stacks), grads
@@ -187,42 +185,30 @@ class Pass:
     ) -> tuple[Any, Any]:
         """Runs the micro-batches that have as many examples. Returns sums and gradients, and stacks."""
         setting, varying = self.divided.setting, self.divided.varying
-        by_turn = {
-            key: [
-                its.of(x, s, setting.micro_batches)
-                for x, s in zip(xs, key[1].sets_of_pieces(), strict=True)
-            ]
-            for key, xs in pieces.items()
-        }
+
+        def of_loop(xs: list[Leaf], rows: Rows) -> list[Leaf]:
+            pairs = zip(xs, rows.sets_of_pieces(), strict=True)
+            return [its.of(x, s, setting.micro_batches) for x, s in pairs]
+
+        by_turn = {key: of_loop(xs, key[1]) for key, xs in pieces.items()}
 
         def turn(i: jax.Array, params: list[Leaf]) -> Any:
             def own(name: Any, rows: Rows) -> Leaf:
-                taken = [
-                    lax.dynamic_index_in_dim(x, i, 1, keepdims=False) for x in by_turn[name, rows]
-                ]
+                taken = [_at(i, x) for x in by_turn[name, rows]]
                 shape = rows.shape(self.sliced[name, rows].shape, its.sizes)
                 return rows.together(taken, shape, its.sizes)
 
-            slices = {key: own(*key) for key in by_turn}
-            positions = {s: slices.pop((_Positions(s), Rows(0, (s,)))) for s in setting.sets}
             of_params = {(x, None): y for x, y in zip(self.params, params, strict=True)}
-            batch = MicroBatch(
-                its.sizes, positions, varying, setting.axes, prints=bool(self.returned)
-            )
-            values = env | slices | of_params
-            return self._micro_batch(
-                batch, {key: as_declared(key[0], y) for key, y in values.items()}
-            )
+            values = env | {key: own(*key) for key in by_turn} | of_params
+            positions = {s: values.pop((_Positions(s), Rows(0, (s,)))) for s in setting.sets}
+            prints = bool(self.returned)
+            batch = MicroBatch(its.sizes, positions, varying, setting.axes, prints)
+            declared = {key: as_declared(key[0], y) for key, y in values.items()}
+            return self._micro_batch(batch, declared)
 
-        options = Options(
-            its.last - its.first,
-            has_aux=True,
-            aux_reduction=("sum", "stack"),
-            reduction="sum",
-            accumulator_dtype=setting.accumulator_dtype,
-            sum_over=setting.axes,
-        )
-        (_, (sums, stacks)), grads = sums_over_turns(turn, params, options)
+        dtype, count = setting.accumulator_dtype, its.last - its.first
+        window = Window(reduction="sum", accumulator_dtype=dtype, sum_over=setting.axes)
+        (_, (sums, stacks)), grads = sums_over_turns(turn, params, count, window)
         return (sums, grads), stacks
 
     def _micro_batch(self, batch: MicroBatch, env: Env) -> Any:
@@ -242,16 +228,20 @@ class Pass:
 
             def found(x: Var) -> Leaf:
                 y = batch.read(its, x, program.slice(x))
+                if program.is_divided(x):
+                    return y
                 # A sum over micro-batches adds a value that is the same in all of them once.
-                return y if program.is_divided(x) else jnp.where(is_first, y, jnp.zeros_like(y))
+                return jnp.where(is_first, y, jnp.zeros_like(y))
 
-            return [*map(found, self.frontier.smooth)], [*map(found, self.frontier.others)]
+            smooth = [*map(found, self.frontier.smooth)]
+            return smooth, [*map(found, self.frontier.others)]
 
         # 2. Differentiate it.
         values = [env[key] for key in keys]
         if self.has_gradients:
             smooth, pull, others = jax.vjp(of_free, values, has_aux=True)
-            (grads,) = pull([env[_Cotangent(x), program.slice(x)] for x in self.frontier.smooth])
+            names = self.frontier.smooth
+            (grads,) = pull([env[_Cotangent(x), program.slice(x)] for x in names])
         else:
             (smooth, others), grads = self.run(of_free, values), []
         # 3. Part what is added up from what is stacked.
@@ -263,6 +253,11 @@ class Pass:
         stacks = [rows.apart(y, batch.sizes) for x, y in pairs if (rows := program.slice(x))]
         loss = as_varying(jnp.float32(0), self.divided.varying)
         return (loss, (sums, stacks)), of_params
+
+
+def _at(i: jax.Array, x: Leaf) -> jax.Array:
+    """Returns the part of micro-batch i, which the second axis numbers."""
+    return lax.dynamic_index_in_dim(x, i, 1, keepdims=False)
 
 
 def as_declared(x: Any, value: Leaf) -> Leaf:

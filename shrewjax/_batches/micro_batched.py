@@ -8,8 +8,9 @@
 """
 
 import functools
+import itertools
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextvars import ContextVar
 from typing import Any, Never, ParamSpec, TypeVar
 
@@ -25,7 +26,7 @@ from shrewjax._base.trees import is_gradient, is_zero_tangent, replaced
 from shrewjax._base.types import AxisName, DType, Function, Leaf, PyTree
 from shrewjax._batches.derivatives import Run, run_by_rules, summed_like, zeros_of
 from shrewjax._batches.divided import Divided, Setting
-from shrewjax._batches.roles import Roles, check_parameter, is_array, roles_of
+from shrewjax._batches.roles import Roles, check_parameter, is_array, is_operand, roles_of
 from shrewjax._numerics.floats import sum_dtype, upcast
 from shrewjax._programs import jaxprs
 
@@ -100,10 +101,9 @@ def micro_batched(
     Source: for losses of rows, Gao, Zhang, Han and Callan, "Scaling Deep Contrastive Learning Batch Size under Memory
     Limited Setup" (GradCache), 2021, https://arxiv.org/abs/2101.06983.
     """
-    refuse(others)
-    options = Options(micro_batches, has_aux, accumulator_dtype, sum_over)
+    division = Division(micro_batches, has_aux, accumulator_dtype, sum_over, others)
     roles = roles_of(fun, None, (), batch_argnums)
-    return _with_checks(roles, functools.partial(divided_call, roles, options))
+    return _with_checks(roles, functools.partial(division.call, roles))
 
 
 def value_and_grad(
@@ -150,12 +150,11 @@ def value_and_grad(
 
     Source: `jax.value_and_grad`.
     """
-    refuse(others)
-    options = Options(micro_batches, has_aux, accumulator_dtype, sum_over)
+    division = Division(micro_batches, has_aux, accumulator_dtype, sum_over, others)
     positions = arguments.positions("argnums", argnums)
     reserved = {"argnums": positions} if batch_argnums is None else {}
     roles = roles_of(fun, reserved, (), batch_argnums)
-    divided = functools.partial(divided_call, roles, options)
+    divided = functools.partial(division.call, roles)
     return _with_checks(roles, jax.value_and_grad(divided, argnums, has_aux), positions)
 
 
@@ -196,42 +195,56 @@ def print_micro_batches(
 
     Source: `jax.ad_checkpoint.print_saved_residuals`.
     """
-    options = Options(micro_batches, has_aux, None, None)
+    division = Division(micro_batches, has_aux)
     roles = roles_of(fun, None, (), batch_argnums)
 
     leaves, structure = jax.tree.flatten((args, kwargs))
-    places = [i for i, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")]
+    has_type = lambda x: hasattr(x, "shape") and hasattr(x, "dtype")  # noqa: E731
+    places = [i for i, x in enumerate(leaves) if has_type(x)]
     count = len(jax.tree.leaves(args[:1]))
     is_first = [i < count for i in places]
 
     def traced(arrays: list[Leaf]) -> None:
-        its_args, its_kwargs = jax.tree.unflatten(structure, replaced(leaves, places, arrays))
-        counts = roles.examples(its_args, its_kwargs)
-        setting = options.setting(counts.values())
-        call = Call(fun, has_aux, setting, counts, its_args, its_kwargs)
+        of_call = jax.tree.unflatten(structure, replaced(leaves, places, arrays))
+        call = Call(division, roles.fun, roles.examples(*of_call), *of_call)
         print(call.described(is_first))
 
     jax.eval_shape(traced, [leaves[i] for i in places])
 
 
-def refuse(others: Mapping[str, Any]) -> None:
-    """Raises for arguments that the function does not take, such as those of `accumulated_value_and_grad`."""
-    if others:
-        raise TypeError(
-            f"value_and_grad and micro_batched take no {', '.join(others)}. Leave it out. Or call "
-            "accumulated_value_and_grad, in which each micro-batch has a loss of its own"
-        )
+class Division:
+    """How a function is divided: the arguments of `micro_batched`, without those about roles.
 
-
-class Options:
-    """How a function is divided: the arguments of `micro_batched`, checked."""
+    `others` are arguments that it does not take, such as those of `accumulated_value_and_grad`.
+    """
 
     def __init__(
-        self, micro_batches: int, has_aux: bool, accumulator_dtype: DType, sum_over: AxisName | None
+        self,
+        micro_batches: int,
+        has_aux: bool,
+        accumulator_dtype: DType = None,
+        sum_over: AxisName | None = None,
+        others: Collection[str] = (),
     ) -> None:
+        if others:
+            raise TypeError(
+                f"value_and_grad and micro_batched take no {', '.join(others)}. Leave it out. Or call "
+                "accumulated_value_and_grad, with a loss of each micro-batch"
+            )
         self.micro_batches = arguments.integer("micro_batches", micro_batches, at_least=1)
         self.has_aux, self.accumulator_dtype = has_aux, accumulator_dtype
         self.axes = arguments.axis_names("sum_over", sum_over) or ()
+
+    def call(self, roles: Roles, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
+        """Returns what `roles.fun` returns, with its derivatives."""
+        counts = roles.examples(args, kwargs)
+        setting = self.setting(counts.values())
+        # Without jit, users look at numbers in the function, which a traced one does not show. Of functions that are
+        # inside of each other, the outermost one is divided.
+        is_whole = setting.micro_batches * setting.devices == 1
+        if is_whole or jaxprs.is_jit_disabled() or _is_dividing.get():
+            return roles.fun(*args, **kwargs)
+        return Call(self, roles.fun, counts, args, kwargs).results()
 
     def setting(self, counts: Collection[int]) -> Setting:
         """Returns how sets of these sizes are divided. One that is smaller than the number of micro-batches is not."""
@@ -257,70 +270,60 @@ class Options:
         if not symbols:  # no more micro-batches than the largest set has examples
             micro_batches = max(min(micro_batches, max(counts) // parts), 1)
         sets = [n for n in dict.fromkeys(counts) if n >= micro_batches * parts]
-        return Setting(micro_batches, tuple(sets), self.accumulator_dtype, self.axes, parts)
+        dtype, axes = self.accumulator_dtype, self.axes
+        return Setting(micro_batches, tuple(sets), dtype, axes, parts)
 
 
-def _with_checks(roles: Roles, run: Function, positions: Sequence[int] = ()) -> Function:
+def _with_checks(roles: Roles, run: Function, argnums: Sequence[int] = ()) -> Function:
     """Returns `run` with the name of `roles.fun`. Raises for NNX objects, and for parameters that are not floating.
 
-    The parameters are at these positions.
+    `argnums` are the positions of the parameters.
     """
 
     @functools.wraps(roles.fun)
     def of_batch(*args: PyTree, **kwargs: PyTree) -> Any:
         roles.require_no_flax_state(args, kwargs)
-        for at in positions:  # `or None`: the slice that begins at -1 has no end
+        for at in argnums:  # `or None`: the slice that begins at -1 has no end
             for path, x in jax.tree.leaves_with_path(args[at : at + 1 or None]):
-                check_parameter(f"argument {at % len(args)}{jax.tree_util.keystr(path[1:])}", x)
+                its_name = f"argument {at % len(args)}{jax.tree_util.keystr(path[1:])}"
+                check_parameter(its_name, x)
         return run(*args, **kwargs)
 
     return of_batch
-
-
-def divided_call(roles: Roles, options: Options, *args: PyTree, **kwargs: PyTree) -> PyTree:
-    """Returns what `roles.fun` returns, with its derivatives."""
-    counts = roles.examples(args, kwargs)
-    setting = options.setting(counts.values())
-    # Without jit, users look at numbers in the function, which a traced one does not show. Of functions that are inside
-    # of each other, the outermost one is divided.
-    is_whole = setting.micro_batches * setting.devices == 1
-    if is_whole or jaxprs.is_jit_disabled() or _is_dividing.get():
-        return roles.fun(*args, **kwargs)
-    return Call(roles.fun, options.has_aux, setting, counts, args, kwargs).results()
 
 
 _is_dividing: ContextVar[bool] = ContextVar("_is_dividing", default=False)
 
 
 class Call:
-    """A call: its program, as one of its arrays and of those that the function closes over."""
+    """A call: its program, as one of its arrays and of those that the function closes over.
+
+    `call` has the arguments by position and those by keyword. `counts` has the number of examples of each leaf of it
+    that holds some, by the leaf's number.
+    """
 
     def __init__(
-        self,
-        fun: Function,
-        has_aux: bool,
-        setting: Setting,
-        counts: dict[int, int],
-        args: tuple[PyTree, ...],
-        kwargs: dict[str, PyTree],
+        self, division: Division, fun: Function, counts: dict[int, int], *call: PyTree
     ) -> None:
-        self._fun, self._setting = fun, setting
+        self._fun, self._has_aux = fun, division.has_aux
+        self._setting = division.setting(counts.values())
         self._divided: dict[tuple[bool, ...], Divided] = {}
         # 1. Arrays are operands. All else is known, as a number or a function.
-        leaves, structure = jax.tree.flatten((args, kwargs))
-        is_operand = [isinstance(x, jax.Array | np.ndarray) and is_array(x) for x in leaves]
-        places = [i for i, x in enumerate(is_operand) if x]
+        leaves, structure = jax.tree.flatten(call)
+        places = [i for i, x in enumerate(leaves) if is_operand(x)]
+
+        def as_before(values: list[Leaf]) -> Any:
+            return jax.tree.unflatten(structure, replaced(leaves, places, values))
 
         # 2. Trace the function of these arrays.
         given = [leaves[i] for i in places]
-        as_before = lambda values: jax.tree.unflatten(structure, replaced(leaves, places, values))  # noqa: E731
-        traced = self._traced(fun, has_aux, as_before, given)
+        traced = self._traced(as_before, given)
         # 3. In shard_map, a loss may vary over axes over which an argument does not. Such arguments are cast. Each
         # device then has gradients of its own, and JAX sums them outside of the rule.
         of_loss = [varying_axes(x) for x in traced.out_avals[:1]]
         if of_loss and any(of_loss[0] - varying_axes(x) for x in given):
             given = [as_varying(x, tuple(of_loss[0])) for x in given]
-            traced = self._traced(fun, has_aux, as_before, given)
+            traced = self._traced(as_before, given)
         # 4. Operands are the arrays that it closes over, and those given.
         self._program, closed_over = jaxprs.with_arrays_as_arguments(traced)
         if effects := jaxprs.other_effects(self._program):
@@ -330,51 +333,50 @@ class Call:
             )
         self._operands = [*closed_over, *given]
         counted = [*[None] * len(closed_over), *map(counts.get, places)]
-        self._are_rows = [n in setting.sets for n in counted]
+        self._are_rows = [n in self._setting.sets for n in counted]
 
-    def _traced(
-        self, fun: Function, has_aux: bool, arguments_of: Function, given: list[Leaf]
-    ) -> Any:
+    def _traced(self, arguments_of: Function, given: list[Leaf]) -> Any:
         """Returns the program of `fun` of arrays. Keeps what else `fun` returns, which is known when it has run."""
 
         def of_arrays(values: list[Leaf]) -> list[Leaf]:
             args, kwargs = arguments_of(values)
             token = _is_dividing.set(True)
             try:
-                returned = fun(*args, **kwargs)
+                returned = self._fun(*args, **kwargs)
             finally:
                 _is_dividing.reset(token)
             made, self._structure = jax.tree.flatten(returned)
             self._known = [None if is_array(x) else x for x in made]
             # The loss is one leaf, and comes before all of the aux. `_has_scalar_rule` looks at its type.
-            value = returned[0] if has_aux and isinstance(returned, tuple | list) else returned
-            self._loss_is_first = (has_aux and made and value is made[0]) or len(made) == 1
+            has_aux = self._has_aux and isinstance(returned, tuple | list)
+            is_first = has_aux and made and returned[0] is made[0]
+            self._loss_is_first = is_first or len(made) == 1
             return [jnp.asarray(x) for x in made if is_array(x)]
 
         return jaxprs.traced(of_arrays, given)
 
     def results(self) -> PyTree:
-        made = iter((self._of_scalar if self._has_scalar_rule() else self._of_any)())
-        return jax.tree.unflatten(
-            self._structure, [next(made) if x is None else x for x in self._known]
-        )
+        made = iter(self._of_scalar() if self._has_scalar_rule() else self._of_any())
+        leaves = [next(made) if x is None else x for x in self._known]
+        return jax.tree.unflatten(self._structure, leaves)
 
     def described(self, is_first: list[bool]) -> str:
         """Returns how the call is divided for derivatives by those of the arrays in its arguments."""
         closed_over = len(self._operands) - len(is_first)
-        are_free = [*[False] * closed_over, *is_first]
-        types = self._program.in_avals
-        run = self._on(
-            self._operands, [x and is_gradient(y) for x, y in zip(are_free, types, strict=True)]
-        )
+        are_wanted = [*[False] * closed_over, *is_first]
+        pairs = zip(are_wanted, self._program.in_avals, strict=True)
+        are_free = [is_wanted and is_gradient(x) for is_wanted, x in pairs]
+        run = self._on(self._operands, are_free)
         if self._has_scalar_rule():
             run.value_and_grad()
         return run.described()
 
     def _has_scalar_rule(self) -> bool:
         """Returns whether the first result is a floating scalar, whose gradient is known without its cotangent."""
-        types = self._program.out_avals
-        if not (self._loss_is_first and types and types[0].shape == () and is_gradient(types[0])):
+        if not self._loss_is_first or not self._program.out_avals:
+            return False
+        loss = self._program.out_avals[0]
+        if loss.shape != () or not is_gradient(loss):
             return False
         # Without types, the transpose of a collective joins all devices' cotangents, which are not known here yet.
         mapped, is_tracked = mapped_axes()
@@ -382,14 +384,13 @@ class Call:
             return False
         # A gradient by an array that all devices share would be a sum over devices, which the rule does not take.
         arrays = filter(is_gradient, self._program.in_avals)
-        return not any(varying_axes(types[0]) - varying_axes(x) for x in arrays)
+        return not any(varying_axes(loss) - varying_axes(x) for x in arrays)
 
     def _on(self, operands: Sequence[Leaf], are_free: Sequence[bool]) -> Run:
         free = tuple(are_free)
         if free not in self._divided:
-            self._divided[free] = Divided(
-                self._fun, self._program, self._setting, self._are_rows, free
-            )
+            kinds = zip(self._are_rows, are_free, strict=True)
+            self._divided[free] = Divided(self._fun, self._program, self._setting, [*kinds])
         return Run(self._divided[free], operands)
 
     def _value(self, operands: list[Leaf]) -> list[Leaf]:
@@ -398,14 +399,13 @@ class Call:
         Parameters count as free here, too. Otherwise all would be data, and nothing would run in the loop.
         """
         pairs = zip(self._program.in_avals, self._are_rows, strict=True)
-        return self._on(operands, [is_gradient(x) and not is_row for x, is_row in pairs]).value()[0]
+        are_free = [is_gradient(x) and not is_row for x, is_row in pairs]
+        return self._on(operands, are_free).value()[0]
 
     def _of_scalar(self) -> list[Leaf]:
         """Returns the results. If JAX differentiates them, value and gradients are computed together."""
 
-        def of_operands(
-            are_free: list[bool], operands: list[Leaf]
-        ) -> tuple[list[Leaf], list[Leaf]]:
+        def of_operands(are_free: list[bool], operands: list[Leaf]) -> Any:
             run = lambda values: self._on(values, are_free).value_and_grad()  # noqa: E731
             # Outside of `jax.jit`, one program, which knows the mesh of its operands.
             return (run if is_traced(jnp.zeros(())) else jax.jit(run))(operands)
@@ -414,7 +414,7 @@ class Call:
             are_free = [not is_zero_tangent(t) for t in tangents[0]]
             by_free = functools.partial(of_operands, are_free)
             results, grads = _in_one_piece(by_free, *primals)
-            of_free = [t for t, is_free in zip(tangents[0], are_free, strict=True) if is_free]
+            of_free = itertools.compress(tangents[0], are_free)
             return results, _tangents(results, grads, of_free)
 
         value = jax.custom_jvp(self._value)
@@ -426,7 +426,8 @@ class Call:
 
         def forward(given: list[Any]) -> Any:
             operands = [x.value for x in given]
-            are_free = tuple(x.perturbed and is_gradient(jax.typeof(x.value)) for x in given)
+            pairs = zip(given, map(jax.typeof, operands), strict=True)
+            are_free = tuple(x.perturbed and is_gradient(kind) for x, kind in pairs)
             results, frontier = self._on(operands, are_free).value(run_by_rules)
             return results, (operands, frontier, are_free)
 
@@ -465,7 +466,7 @@ def _in_one_piece(function: Function, operands: list[Leaf]) -> PyTree:
     return in_one_piece(operands)
 
 
-def _tangents(results: list[Leaf], grads: list[Leaf], tangents: list[Leaf]) -> list[Leaf]:
+def _tangents(results: PyTree, grads: PyTree, tangents: Iterable[Leaf]) -> list[Leaf]:
     """Returns the tangents of the results: of the loss, the sum of gradients times tangents, and of the aux, NaN."""
     value, *aux = results
 
@@ -492,5 +493,6 @@ def _tangents(results: list[Leaf], grads: list[Leaf], tangents: list[Leaf]) -> l
 def _instantiated(cotangent: Leaf) -> Leaf:
     if not isinstance(cotangent, SymbolicZero):
         return cotangent
-    is_smooth = cotangent.dtype != jax.dtypes.float0
-    return zeros_of(cotangent.aval) if is_smooth else np.zeros(cotangent.shape, cotangent.dtype)
+    if cotangent.dtype == jax.dtypes.float0:
+        return np.zeros(cotangent.shape, cotangent.dtype)
+    return zeros_of(cotangent.aval)

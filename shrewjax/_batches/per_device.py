@@ -5,6 +5,7 @@ alone. Whatever the function does, nothing crosses the axes of the batch.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 from shrewjax._base import arguments
 from shrewjax._base.axes import as_on_one_device, device_index, is_bound
 from shrewjax._base.mesh import devices_to_map, on_each_device
-from shrewjax._base.types import AxisName, AxisNames, Function, Leaf, PyTree
+from shrewjax._base.types import AxisName, Function, Leaf, PyTree
 from shrewjax._batches.roles import Call, roles_of
 
 
@@ -86,17 +87,23 @@ def per_device(
     roles = roles_of(fun, None, rng_argnums, batch_argnums, "device")
 
     def rows_of_devices(*args: PyTree, **kwargs: PyTree) -> PyTree:
-        devices = _devices_along(names)
-        call = roles.call(args, kwargs, devices)
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh.manual_axes or any(map(is_bound, names)):
+            raise ValueError(
+                f"per_device must be called outside of shard_map and pmap, got axis_names={names!r}. Call fun itself "
+                "there"
+            )
+        call = roles.call(args, kwargs, devices_to_map("axis_names", names))
+        in_order = call.in_order(fun)
 
         def run(examples: dict[int, PyTree], others: dict[int, PyTree]) -> PyTree:
-            device = device_index(names)
+            fold = partial(jax.random.fold_in, data=device_index(names))
             for at in call.numbers["rng_argnums"]:
-                others[at] = jax.tree.map(lambda key: jax.random.fold_in(key, device), others[at])
+                others[at] = jax.tree.map(fold, others[at])
             given = examples | others
             before = jax.tree.leaves(given)
             with as_on_one_device(names):
-                returned = call.in_order(fun)(*(given[at] for at in range(len(given))))
+                returned = in_order(*(given[at] for at in range(len(given))))
             _check_unchanged(call, before, given)
             return jax.tree.map(lambda x: jnp.asarray(x)[None], returned)
 
@@ -105,16 +112,6 @@ def per_device(
         return on_each_device(run, names, examples, others, returns_parts=True)
 
     return rows_of_devices
-
-
-def _devices_along(axes: AxisNames) -> int:
-    """Returns the number of devices along these axes of the mesh. Raises if the call cannot map them."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.manual_axes or any(map(is_bound, axes)):
-        raise ValueError(
-            f"per_device must be called outside of shard_map and pmap, got axis_names={axes!r}. Call fun itself there"
-        )
-    return devices_to_map("axis_names", axes)
 
 
 def _check_unchanged(call: Call, before: list[Leaf], after: dict[int, PyTree]) -> None:

@@ -9,7 +9,8 @@ names the leaf, what it needs and what came. Then it names the roles to pass.
 
 import inspect
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from functools import partial
+from typing import Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +22,18 @@ from shrewjax._base.types import Argument, DType, Function, KeyPath, Leaf, Place
 
 PartName = Literal["micro-batch", "device"]
 
+Places: TypeAlias = dict[str, tuple[Place, ...]]
+"""For each role, how its arguments came."""
+
 
 def label(place: Place) -> str:
     """Returns an argument's name in messages."""
-    return f"argument {place}" if isinstance(place, int) else f"keyword argument {place}"
+    kind = "argument" if isinstance(place, int) else "keyword argument"
+    return f"{kind} {place}"
+
+
+LeafOfCall: TypeAlias = tuple[int, KeyPath, Leaf]
+"""A leaf of a call, behind the number of its argument and its path there."""
 
 
 class Call(NamedTuple):
@@ -36,20 +45,22 @@ class Call(NamedTuple):
     divisor: int  # the number of micro-batches or devices, among which the examples are divided
     part: PartName
 
-    def label(self, at: int) -> str:
-        return label(self.places[at])
+    def name(self, at: int, path: KeyPath = ()) -> str:
+        return label(self.places[at]) + jax.tree_util.keystr(path)
 
-    def name(self, at: int, path: KeyPath) -> str:
-        return self.label(at) + jax.tree_util.keystr(path)
+    def leaves(self, *numbers: int) -> list[LeafOfCall]:
+        """Returns all leaves of these arguments."""
+        of_each = [(at, jax.tree.leaves_with_path(self.values[at])) for at in numbers]
+        return [(at, path, x) for at, leaves in of_each for path, x in leaves]
 
-    def leaves(self, at: int) -> list[tuple[KeyPath, Leaf]]:
-        return jax.tree.leaves_with_path(self.values[at])
+    def with_role(self, name: str) -> tuple[int, ...]:
+        return self.numbers.get(name, ())
 
     def whole(self) -> list[int]:
         """Returns the arguments without one of these four roles."""
-        names = "argnums", "rng_argnums", "carry_argnum", "batch_argnums"
-        with_role = {at for name in names for at in self.numbers.get(name, ())}
-        return [at for at in range(len(self.values)) if at not in with_role]
+        roles = "argnums", "rng_argnums", "carry_argnum", "batch_argnums"
+        others = {at for role in roles for at in self.with_role(role)}
+        return [at for at in range(len(self.values)) if at not in others]
 
     def in_order(self, function: Function) -> Function:
         """Returns `function` of arguments in this order. It gets them as they came, by position or by keyword."""
@@ -57,7 +68,8 @@ class Call(NamedTuple):
         count = len(self.places) - len(names)
 
         def of_values(*values: PyTree) -> PyTree:
-            return function(*values[:count], **dict(zip(names, values[count:], strict=True)))
+            by_name = dict(zip(names, values[count:], strict=True))
+            return function(*values[:count], **by_name)
 
         return of_values
 
@@ -69,8 +81,11 @@ class Call(NamedTuple):
 
 def is_key(x: Leaf) -> bool:
     """Returns whether a leaf is a PRNG key, or several, or looks like a raw one."""
-    dtype: DType = getattr(x, "dtype", np.object_)
-    return trees.is_typed_key(x) or (dtype == np.uint32 and np.shape(x) in ((2,), (4,)))
+    return trees.is_typed_key(x) or _is_like_raw_key(x)
+
+
+def _is_like_raw_key(x: Leaf) -> bool:
+    return getattr(x, "dtype", None) == np.uint32 and np.shape(x) in ((2,), (4,))
 
 
 class Roles(NamedTuple):
@@ -80,40 +95,38 @@ class Roles(NamedTuple):
     given: Mapping[str, tuple[Place, ...] | None]  # the last is `batch_argnums`
     part: PartName
 
-    def call(
-        self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], divisor: int, devices: int = 1
-    ) -> Call:
+    def call(self, args: PyTree, kwargs: PyTree, divisor: int, devices: int = 1) -> Call:
         """Returns the arguments of one call by their roles. Raises if one does not fit its role.
 
         `divisor` is the number of micro-batches, each of which `devices` share, or the number of devices.
         """
         places = (*range(len(args)), *kwargs)
-        of_roles = self._places(len(args), kwargs)
+        of_roles = self.places(args, kwargs)
         numbers = {role: tuple(map(places.index, at)) for role, at in of_roles.items()}
         call = Call(places, (*args, *kwargs.values()), numbers, divisor, self.part)
-        is_device = self.part == "device"
-        if not is_device:
+        if self.part != "device":
             self.require_no_flax_state(args, kwargs)
-        for at in numbers.get("argnums", ()):
-            for path, x in call.leaves(at):
-                check_parameter(call.name(at, path), x)
-        for at in numbers["rng_argnums"]:
-            for path, x in call.leaves(at):
-                _check_folded(call, at, path, x)
-        sizes = _numbers_of_examples(call) if is_device else {number_of_examples(call)}
-        differ = numbers["rng_argnums"] or numbers.get("carry_argnum")
-        if sizes == {None} and divisor > 1 and not differ:
+        for at, path, x in call.leaves(*call.with_role("argnums")):
+            check_parameter(call.name(at, path), x)
+        for leaf in call.leaves(*call.with_role("rng_argnums")):
+            _check_folded(call, leaf)
+        if self.part == "device":
+            _check_whole(call, _numbers_of_examples(call))
+            return call
+        count = number_of_examples(call)
+        differ = call.with_role("rng_argnums") or call.with_role("carry_argnum")
+        if count is None and divisor > 1 and not differ:
             raise ValueError(
-                "batch_argnums must name arrays of examples, got none, so that all micro-batches are the same. Pass "
-                "arguments with a first axis of examples"
+                "batch_argnums must name arrays of examples, got none, so all micro-batches are the same. Pass "
+                "arguments with a first axis"
             )
-        if is_device or divisor * devices > 1:
-            _check_whole(call, sizes)
+        if divisor * devices > 1:
+            _check_whole(call, {count})
         return call
 
-    def require_no_flax_state(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> None:
+    def require_no_flax_state(self, args: PyTree, kwargs: PyTree) -> None:
         """Raises if an NNX object has state that `fun` changes, because only `shrewjax.flax` keeps it."""
-        models = self._places(len(args), kwargs).get("argnums") or (0,)
+        models = self.places(args, kwargs).get("argnums") or (0,)
         given: list[tuple[Place, PyTree]] = [*enumerate(args), *kwargs.items()]
         for place, value in given:
             for path, kind in changing_state(value, is_model=place in models):
@@ -122,7 +135,7 @@ class Roles(NamedTuple):
                     "Call the function of this name in shrewjax.flax"
                 )
 
-    def examples(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> dict[int, int]:
+    def examples(self, args: PyTree, kwargs: PyTree) -> dict[int, int]:
         """Returns the number of examples in each leaf of `(args, kwargs)` that holds some, by the leaf's number.
 
         Nothing depends on which arrays are examples but memory. By default, those by keyword hold them if none does by
@@ -130,10 +143,10 @@ class Roles(NamedTuple):
         """
         roles = self.places(args, kwargs)
         held = roles["batch_argnums"]
-        leaves = [
-            (i, path[1].idx if path[0].idx == 0 else path[1].key, x)
-            for i, (path, x) in enumerate(jax.tree.leaves_with_path((args, kwargs)))
-        ]
+        # In the order of a tree's leaves, which has the keys of a dict sorted.
+        given = dict(enumerate(args)) | dict(sorted(kwargs.items()))
+        each = [(place, x) for place, value in given.items() for x in jax.tree.leaves(value)]
+        leaves = [(i, *leaf) for i, leaf in enumerate(each)]
         # 1. The arrays in these arguments, or in those by keyword.
         found = _counts_of_examples(x for x in leaves if x[1] in held)
         if not found and self.given["batch_argnums"] is None:
@@ -151,41 +164,33 @@ class Roles(NamedTuple):
                 found |= {i: n for i, (n,) in its.items()}
         return found
 
-    def places(
-        self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
-    ) -> dict[str, tuple[Place, ...]]:
-        """Returns, for each role, how its arguments came."""
-        return self._places(len(args), kwargs)
-
-    def with_reserved(self, reserved: Mapping[str, tuple[Place, ...]]) -> "Roles":
-        """Returns these roles after those of the function's own."""
-        return self._replace(given={**reserved, **self.given})
-
-    def _places(self, count: int, keywords: Collection[str]) -> dict[str, tuple[Place, ...]]:
+    def places(self, args: Sequence[PyTree], keywords: Collection[str]) -> Places:
         """Returns, for each role, how its arguments came: a position among those by position, or a keyword.
 
-        `count` arguments came by position, and others by these keywords. A position names the parameter of `fun` there,
-        however it is passed. A negative one counts back from the last argument that came by position.
+        A position names the parameter of `fun` there, however it is passed. A negative one counts back from the last
+        argument that came by position.
 
         A role given as None has all arguments by position that none before it has. If there are none, it has all by
         keyword that none before it has. Raises if none is left for it, if there is no such argument, or if an argument
         has two roles.
         """
+        count = len(args)
         names = positional_names(self.fun)
-        roles: dict[str, tuple[Place, ...]] = {}
+        roles: Places = {}
         taken: dict[Place, str] = {}
         for name, wanted in self.given.items():
             if wanted is None:
-                by_position = tuple(at for at in range(count) if at not in taken)
-                by_keyword = tuple(key for key in keywords if key not in taken)
-                places: tuple[Place, ...] = by_position or by_keyword
+                by_position = [at for at in range(count) if at not in taken]
+                by_keyword = [key for key in keywords if key not in taken]
+                places: tuple[Place, ...] = (*by_position,) or (*by_keyword,)
                 if not places:
                     raise ValueError(
                         f"no argument holds examples, because all are in {', '.join(dict.fromkeys(taken.values()))}. "
                         "Pass the batch. Or name it in batch_argnums="
                     )
             else:
-                places = tuple(_place_of_role(name, at, names, count, keywords) for at in wanted)
+                place_of = partial(_place_of_role, name, names, count, keywords)
+                places = tuple(map(place_of, wanted))
             for place in places:
                 if place in taken:
                     raise ValueError(
@@ -200,25 +205,20 @@ def _counts_of_examples(leaves: Iterable[tuple[int, Place, Leaf]]) -> dict[int, 
     """Returns the first axis of each array, by its number. Raises if a leaf is none, and no number or function."""
     found: dict[int, int] = {}
     for i, place, x in leaves:
-        is_raw_key = getattr(x, "dtype", None) == np.uint32 and np.shape(x) in ((2,), (4,))
-        is_operand = isinstance(x, jax.Array | np.ndarray) and is_array(x)
-        if is_operand and np.ndim(x) and not is_raw_key:
+        if is_operand(x) and np.ndim(x) and not _is_like_raw_key(x):
             found[i] = x.shape[0]
-        elif _is_no_tree(x):
-            raise ValueError(_message_of_no_tree(place, x))
+        else:
+            _require_tree(place, x)
     return found
 
 
-def _is_no_tree(x: Leaf) -> bool:
-    """Returns whether a leaf is an object, such as a `UserDict`, which may have arrays inside that JAX does not see."""
-    return not is_array(x) and not isinstance(x, str | np.ndarray) and not callable(x)
-
-
-def _message_of_no_tree(place: Place, x: Leaf) -> str:
-    return (
-        f"{label(place)} must be a tree of arrays, got {type(x).__name__}. Pass a dict. Or register its class by "
-        "jax.tree_util.register_dataclass"
-    )
+def _require_tree(place: Place, x: Leaf) -> None:
+    """Raises if a leaf is an object, such as a `UserDict`, which may have arrays inside that JAX does not see."""
+    if not is_array(x) and not isinstance(x, str | np.ndarray) and not callable(x):
+        raise ValueError(
+            f"{label(place)} must be a tree of arrays, got {type(x).__name__}. Pass a dict. Or register its class by "
+            "jax.tree_util.register_dataclass"
+        )
 
 
 _WHOLE_BY_DEFAULT = "what stays whole by default"
@@ -237,7 +237,9 @@ def roles_of(
     """
     if not callable(fun):
         raise ValueError(f"fun must be a function, got {trees.shown(fun)}")
-    batch = None if batch_argnums is None else arguments.places("batch_argnums", batch_argnums)
+    batch = batch_argnums
+    if batch is not None:
+        batch = arguments.places("batch_argnums", batch)
     if reserved is None:
         reserved = {_WHOLE_BY_DEFAULT: (0,)} if batch is None else {}
     keys = arguments.places("rng_argnums", rng_argnums)
@@ -255,39 +257,30 @@ def positional_names(fun: Function) -> list[str]:
 
 
 def _place_of_role(
-    role: str, at: Place, names: list[str], count: int, keywords: Collection[str]
+    role: str, names: list[str], count: int, keywords: Collection[str], at: Place
 ) -> Place:
     """Returns how the argument came that a position or a name means."""
     if at in keywords:
         return at
+    came = f"{count} argument{'' if count == 1 else 's'} came by position"
+    if keywords:
+        came += f", and by keyword {', '.join(keywords)}"
+    name = "batch_argnums" if role == _WHOLE_BY_DEFAULT else role
     if isinstance(at, str):
         if at in names[:count]:
             return names.index(at)
-        came = ", ".join([*names[:count], *keywords]) or "none"
+        known = ", ".join([*names[:count], *keywords])
         raise ValueError(
-            f"{role} names {at!r}, which no argument of the call has. Name one of {came}. Or pass a position"
+            f"{name} has the name {at!r}, but {came}. Name one of {known}. Or pass a position"
         )
     if -count <= at < count:
         return at % count
     if 0 <= at < len(names) and names[at] in keywords:
         return names[at]
-    came = f"{count} argument{'' if count == 1 else 's'} came by position"
-    if keywords:
-        came += f", and by keyword {', '.join(keywords)}"
-    if role == _WHOLE_BY_DEFAULT:
-        raise ValueError(
-            f"batch_argnums must name the arguments with examples, because {came}. "
-            + (
-                f"Pass such as batch_argnums={[*keywords][-1]!r}"
-                if keywords
-                else "Pass fun's arguments"
-            )
-        )
-    is_position = role in ("argnums", "carry_argnum") or not keywords
-    remedy = (
-        "Pass it by position" if is_position else f"Name it, such as {role}={[*keywords][-1]!r}"
-    )
-    raise ValueError(f"{role} has the position {at}, but {came}. {remedy}")
+    remedy = "Pass it by position"
+    if keywords and role not in ("argnums", "carry_argnum"):
+        remedy = f"Name it, such as {name}={[*keywords][-1]!r}"
+    raise ValueError(f"{name} has the position {at}, but {came}. {remedy}")
 
 
 def check_parameter(name: str, x: Leaf) -> None:
@@ -301,13 +294,14 @@ def check_parameter(name: str, x: Leaf) -> None:
         )
 
 
-def _check_folded(call: Call, at: int, path: KeyPath, x: Leaf) -> None:
+def _check_folded(call: Call, leaf: LeafOfCall) -> None:
     """Raises unless a leaf of an argument in `rng_argnums` is one key, typed or raw."""
-    dtype: DType = getattr(x, "dtype", np.object_)
-    is_typed = trees.is_typed_key(x)
-    if np.ndim(x) == (0 if is_typed else 1) and (is_typed or dtype == np.uint32):
+    at, path, x = leaf
+    if is_key(x) and np.ndim(x) == (0 if trees.is_typed_key(x) else 1):
         return
-    given = f"shape {x.shape} and dtype {dtype}" if hasattr(x, "dtype") else trees.shown(x)
+    given = trees.shown(x)
+    if hasattr(x, "dtype"):
+        given = f"shape {x.shape} and dtype {x.dtype}"
     raise ValueError(
         f"{call.name(at, path)} in rng_argnums must be one PRNG key, got {given}. Pass jax.random.key(seed). Put keys "
         "of examples into batch_argnums"
@@ -317,139 +311,150 @@ def _check_folded(call: Call, at: int, path: KeyPath, x: Leaf) -> None:
 def _numbers_of_examples(call: Call) -> set[int]:
     """Returns the numbers of examples. Raises if an array has no first axis that the devices divide."""
     devices, sizes = call.divisor, set()
-    for at in call.numbers["batch_argnums"]:
-        for path, x in call.leaves(at):
-            name, shape = call.name(at, path), np.shape(x)
-            is_rows_of_keys = shape and trees.is_typed_key(x)
-            if is_key(x) and not is_rows_of_keys:
-                raise ValueError(key_message(call, at, path))
-            if not shape:
-                raise ValueError(
-                    f"{name} must have a first axis of examples, got {x!r}. Pass it by itself, and "
-                    "leave it out of batch_argnums="
-                )
-            if shape[0] % devices:
-                raise ValueError(
-                    f"{name} must have a first axis that {devices} devices divide, got shape {shape}. Pad the batch to "
-                    f"{-(-shape[0] // devices) * devices}, and count real examples in weight="
-                )
-            sizes.add(shape[0])
+    for leaf in call.leaves(*call.with_role("batch_argnums")):
+        at, path, x = leaf
+        name, shape = call.name(at, path), np.shape(x)
+        is_rows_of_keys = shape and trees.is_typed_key(x)
+        if not is_rows_of_keys:
+            _require_no_key(call, leaf)
+        if not shape:
+            raise ValueError(
+                f"{name} must have a first axis of examples, got {x!r}. Pass it apart, and not in batch_argnums="
+            )
+        if shape[0] % devices:
+            raise ValueError(
+                f"{name} must have a first axis that {devices} devices divide, got shape {shape}. Pad the batch to "
+                f"{-(-shape[0] // devices) * devices}, and count real examples in weight="
+            )
+        sizes.add(shape[0])
     return sizes
 
 
 def _check_whole(call: Call, sizes: Collection[int | None]) -> None:
     """Raises if arguments that reach every part whole hold PRNG keys, or one by keyword has B examples."""
-    for at in call.whole():
-        for path, x in call.leaves(at):
-            if is_key(x):
-                raise ValueError(key_message(call, at, path))
-            if isinstance(call.places[at], str) and {*np.shape(x)[:1]} & {*sizes}:
-                held = call.numbers["batch_argnums"]
-                batch = call.as_role("batch_argnums", *held, at)
-                others = call.as_role("batch_argnums", *held)
-                raise ValueError(
-                    f"{call.name(at, path)} has as many rows as the batch. If it holds examples, pass "
-                    f"{batch}. Otherwise pass it by position, with {others}"
-                )
+    for leaf in call.leaves(*call.whole()):
+        at, path, x = leaf
+        _require_no_key(call, leaf)
+        if isinstance(call.places[at], str) and {*np.shape(x)[:1]} & {*sizes}:
+            held = call.with_role("batch_argnums")
+            batch = call.as_role("batch_argnums", *held, at)
+            others = call.as_role("batch_argnums", *held)
+            raise ValueError(
+                f"{call.name(at, path)} has as many rows as the batch. If it holds examples, pass "
+                f"{batch}. Otherwise pass it by position, with {others}"
+            )
+
+
+Held: TypeAlias = dict[int, int | None]
+"""For each argument, the first axis that most of its leaves have, or None."""
 
 
 def number_of_examples(call: Call) -> int | None:
     """Returns the number of examples, which is None without arrays of them. Raises if a leaf has another."""
-    batch = call.numbers["batch_argnums"]
-    leaves = [(at, *leaf) for at in batch for leaf in call.leaves(at)]
-    counts = {_first_size(x) for _, _, x in leaves}
-    if len(counts) < 2 and None not in counts:
-        return next(iter(counts), None)
-    # The rest finds a leaf to name. If no argument of the batch holds examples, the batch may be one without a role.
-    is_elsewhere = not any(_held(call, at) for at in batch)
-    among = (*batch, *call.whole()) if is_elsewhere else batch
-    count = _likely_count(call, among)
-    odd = next((leaf for leaf in leaves if _first_size(leaf[2]) != count), leaves[0])
-    raise ValueError(_message(call, *odd, count, among))
+    counts = {_first_size(x) for *_, x in call.leaves(*call.with_role("batch_argnums"))}
+    if len(counts) > 1 or None in counts:
+        _refuse_counts(call)
+    return next(iter(counts), None)
 
 
-def _message(
-    call: Call, at: int, path: KeyPath, x: Leaf, count: int | None, among: Sequence[int]
-) -> str:
-    if is_key(x):
-        return key_message(call, at, path)
-    if _is_no_tree(x):
-        return _message_of_no_tree(call.places[at], x)
-    like = [
-        call.name(other, of)
-        for other in among
-        for of, y in call.leaves(other)
-        if _first_size(y) == count
-    ]
+def _refuse_counts(call: Call) -> None:
+    """Raises for the first leaf of the batch that has not as many examples as the others."""
+    batch = call.with_role("batch_argnums")
+    # 1. Find the number that most arguments hold. If none of the batch holds any, it may be in one without a role.
+    held = {at: _held(call, at) for at in (*batch, *call.whole())}
+    if any(map(held.get, batch)):
+        held = {at: held[at] for at in batch}
+    count = _likely_count(call, held)
+    # 2. Name a leaf that has another one.
+    leaves = call.leaves(*batch)
+    odd = next((leaf for leaf in leaves if _first_size(leaf[-1]) != count), leaves[0])
+    _refuse(call, odd, count, held)
+
+
+def _refuse(call: Call, leaf: LeafOfCall, count: int | None, held: Held) -> None:
+    """Raises for a leaf of the batch that has not `count` examples."""
+    at, path, x = leaf
+    _require_no_key(call, leaf)
+    _require_tree(call.places[at], x)
+    # 1. Say what the leaf needs, and what came.
     need = "an axis of examples"
     if count is not None:
-        need = f"a first axis of {count} examples, as {like[0]} has"
+        like = next(x for x in call.leaves(*held) if _first_size(x[-1]) == count)
+        need = f"a first axis of {count} examples, as {call.name(*like[:2])} has"
     came = f"shape {np.shape(x)}" if is_array(x) else getattr(x, "dtype", type(x).__name__)
-    message = f"{call.name(at, path)} must have {need}, got {came}"
-    scalars = [is_array(y) and not np.shape(y) for _, y in call.leaves(at)]
+    message = f"{call.name(at, path)} must have {need}, got {came}. "
+    scalars = [is_array(y) and not np.shape(y) for *_, y in call.leaves(at)]
     if isinstance(call.values[at], list) and all(scalars):
-        return f"{message}. Pass jnp.asarray of the list"
-    holders = _holders(call, among, count)
-    is_split = path and count is not None and count in _counts(call, at)
-    batch = call.as_role("batch_argnums", *holders, *([at] if is_split else []))
-    where = "it as an argument of its own, with " if is_split else ""
-    remedy = f"pass {where}{batch}"
-    name = "it" if is_split else call.label(at)
-    rows = "Pass parameters first, and as many examples in each array. " if np.ndim(x) else ""
-    carry = f". If fun returns a new one, return (loss, (aux, carry)), and pass carry_argnum={at}"
-    may_be_carried = isinstance(call.places[at], int) and call.numbers.get("carry_argnum") == ()
-    is_state = path and not is_split and may_be_carried
-    same = f"If {name} is the same for all micro-batches, {remedy}"
-    return f"{message}. {rows}{same}{carry if is_state else ''}"
+        raise ValueError(f"{message}Pass jnp.asarray of the list")
+    # 2. Say what to pass: a leaf beside examples apart from these, or a batch without the argument.
+    if np.ndim(x):
+        message += "Pass parameters first, and as many examples in each array. "
+    holders = [other for other, n in held.items() if n is not None and n == count]
+    if path and count is not None and count in _counts(call, at):
+        batch = call.as_role("batch_argnums", *holders, at)
+        remedy = f"pass it as an argument of its own, with {batch}"
+        raise ValueError(f"{message}If it is the same for all micro-batches, {remedy}")
+    batch = call.as_role("batch_argnums", *holders)
+    message += f"If {call.name(at)} is the same for all micro-batches, pass {batch}"
+    is_by_position = isinstance(call.places[at], int)
+    if path and is_by_position and call.numbers.get("carry_argnum") == ():
+        message += (
+            f". If fun returns a new one, return (loss, (aux, carry)), and pass carry_argnum={at}"
+        )
+    raise ValueError(message)
 
 
-def key_message(call: Call, at: int, path: KeyPath) -> str:
-    """Returns the message for a PRNG key without a role."""
-    x = dict(call.leaves(at))[path]
-    is_typed = x.dtype != np.uint32
-    keys = call.as_role("rng_argnums", *call.numbers["rng_argnums"], at)
+def _require_no_key(call: Call, leaf: LeafOfCall) -> None:
+    """Raises for a PRNG key without a role."""
+    at, path, x = leaf
+    if not is_key(x):
+        return
+    is_typed = trees.is_typed_key(x)
+    keys = call.as_role("rng_argnums", *call.with_role("rng_argnums"), at)
     if is_typed and np.ndim(x):
         remedy = f"Pass one key, with {keys}, and split it in fun"
-    elif all(is_key(y) for _, y in call.leaves(at)):
+    elif all(is_key(y) for *_, y in call.leaves(at)):
         remedy = f"Pass {keys}"
     else:
         remedy = "Pass it as an argument of its own, and name that in rng_argnums="
     no_key = "" if is_typed else ". If these numbers are no key, convert them to int32"
-    return (
+    message = (
         f"{call.name(at, path)} is a PRNG key, and each {call.part} needs its own. {remedy}. "
         f"If all share one, pass jax.random.key_data of it as int32 by keyword, and let fun wrap it as uint32{no_key}"
     )
+    raise ValueError(message)
 
 
-def _likely_count(call: Call, among: Sequence[int]) -> int | None:
+def _likely_count(call: Call, held: Held) -> int | None:
     """Returns the number of examples that most arguments hold. Among equals, K divides it, or it comes last."""
-    candidates = [(at, n) for at in among for n in _counts(call, at) if n is not None]
+    candidates = [(at, n) for at in held for n in _counts(call, at) if n is not None]
 
     def rank(number: tuple[int, int]) -> tuple[int, bool, int, int]:
         at, count = number
         leaves = sum(n == count for _, n in candidates)
-        return len(_holders(call, among, count)), count % call.divisor == 0, at, leaves
+        return [*held.values()].count(count), count % call.divisor == 0, at, leaves
 
     return max(candidates, key=rank, default=(0, None))[1]
-
-
-def _holders(call: Call, among: Sequence[int], count: int | None) -> list[int]:
-    return [at for at in among if count is not None and _held(call, at) == count]
 
 
 def _held(call: Call, at: int) -> int | None:
     """Returns the first axis that most leaves of an argument have, or None."""
     counts = _counts(call, at)
-    return next((n for n in counts if n is not None and 2 * counts.count(n) > len(counts)), None)
+    return next((n for n in counts if 2 * counts.count(n) > len(counts)), None)
 
 
 def _counts(call: Call, at: int) -> list[int | None]:
     """Returns the first axes of an argument's leaves, with None for a leaf that cannot hold examples."""
-    return [None if is_key(x) else _first_size(x) for _, x in call.leaves(at)]
+    return [None if is_key(x) else _first_size(x) for *_, x in call.leaves(at)]
 
 
 def _first_size(x: Leaf) -> int | None:
     return np.shape(x)[0] if is_array(x) and np.ndim(x) else None
+
+
+def is_operand(x: Leaf) -> bool:
+    """Returns whether a leaf is an array with which JAX can compute."""
+    return isinstance(x, jax.Array | np.ndarray) and is_array(x)
 
 
 def is_array(x: Leaf) -> bool:

@@ -99,7 +99,7 @@ def test_carry_and_weight_may_come_by_keyword():
     [
         (
             {"batch_argnums": "z"},
-            r"batch_argnums names 'z', which no argument .* Name one of w, x, y\. Or pass",
+            r"batch_argnums has the name 'z', but .* Name one of w, x, y\. Or pass",
         ),
         ({"batch_argnums": ("x", 1)}, r"argument 1 is in batch_argnums and in batch_argnums"),
         ({"rng_argnums": "y"}, r"keyword argument y in rng_argnums must be one PRNG key"),
@@ -146,7 +146,7 @@ CALL = Call((0, 1, "y"), (1.0, {"x": [2.0]}, 3.0), {"batch_argnums": (1, 2), "rn
 
 
 def test_names_are_those_that_a_caller_writes():
-    (path, _), *_ = CALL.leaves(1)
+    ((_, path, _),) = CALL.leaves(1)
     assert CALL.name(1, path) == "argument 1['x'][0]"
     assert CALL.name(2, ()) == "keyword argument y"
     assert CALL.as_role("batch_argnums", 2, 1) == "batch_argnums=(1, 'y')"

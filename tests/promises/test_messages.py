@@ -348,13 +348,12 @@ WRONG_CALLS = {
     ),
     "keywords of a function that takes no position": (
         lambda: shrewjax.micro_batched(lambda *, p, x: jnp.mean(x * p), 2)(p=jnp.ones(3), x=X),
-        r"^batch_argnums must name the arguments with examples, because 0 arguments came by position, and by "
-        r"keyword p, x\. Pass such as batch_argnums='x'",
+        r"^batch_argnums has the position 0, but 0 arguments came by position, and by keyword p, x\. Name it, such as "
+        r"batch_argnums='x'",
     ),
     "no arguments": (
         lambda: shrewjax.micro_batched(lambda: jnp.ones(()), 2)(),
-        r"^batch_argnums must name the arguments with examples, because 0 arguments came by position\. Pass "
-        "fun's arguments$",
+        r"^batch_argnums has the position 0, but 0 arguments came by position\. Pass it by position$",
     ),
     "parameters of a function that takes no position": (
         lambda: shrewjax.accumulated_value_and_grad(lambda *, p, x: jnp.mean(x * p), 2)(p=jnp.ones(3), x=X),
@@ -473,7 +472,7 @@ WRONG_CALLS = {
     ),
     "examples by a name that is wrong": (
         lambda: divided(batch_argnums="labels"),
-        r"^batch_argnums names 'labels', which no argument of the call has\. Name one of params, x, y\. ",
+        r"^batch_argnums has the name 'labels', but 3 arguments came by position\. Name one of params, x, y\. ",
     ),
 }
 
