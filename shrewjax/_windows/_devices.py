@@ -41,6 +41,7 @@ from shrewjax._base.axes import (
 from shrewjax._base.mesh import context_mesh, is_traced, spec_of_result
 from shrewjax._base.trees import is_gradient, leaf_name
 from shrewjax._base.types import (
+    AnyState,
     ArrayTree,
     Axes,
     AxisNames,
@@ -80,23 +81,24 @@ class Devices:
         grads: PyTree,
         weight: Scalar,
         value: Number | None,
-        gradient_sum: ArrayTree,
-        sum_of_weights: jax.Array,
-    ) -> tuple[ArrayTree, Scalar | None]:
-        """Returns a micro-batch as arrays, those of a device with its row. Its weight is checked already.
+        state: AnyState,
+    ) -> tuple[ArrayTree, jax.Array | None]:
+        """Returns a micro-batch's gradients and loss as arrays, those of a device with its row.
 
-        Raises unless it fits the sums, and unless what the devices share is the same on all of them.
+        Its weight is checked already. Raises unless all fit the state, and unless devices share weight and loss.
         """
         require_sum_over("accumulation", self.given)
-        grads = checked_gradients(self._own_rows(grads), gradient_sum, self._remedy_of_shape)
-        jax.tree.map_with_path(_require_type_of_sum, gradient_sum, grads)
+        grads = checked_gradients(self._own_rows(grads), state.gradient_sum, self._remedy_of_shape)
+        jax.tree.map_with_path(_require_type_of_sum, state.gradient_sum, grads)
+        like = state.sum_of_weights
+        loss = None
         if value is not None:
-            value = arguments.value_of_loss(value, {(), sum_of_weights.shape})
+            loss = jnp.asarray(arguments.value_of_loss(value, {(), like.shape}))
         if not self.axes:
-            for name, x in {"weight": weight, "value": value}.items():
-                if isinstance(x, jax.Array) and newly_varying(x, sum_of_weights):
+            for name, x in {"weight": weight, "value": loss}.items():
+                if isinstance(x, jax.Array) and newly_varying(x, like):
                     require_replicated(name, x)
-        return grads, value
+        return grads, loss
 
     def is_nonfinite(self, grads: ArrayTree, is_kept: Flag, varies_like: jax.Array) -> jax.Array:
         """Returns whether gradients that are kept contain a NaN or an infinity, on any device."""
@@ -132,29 +134,17 @@ class Devices:
     def total(
         self, numbers: Sequence[jax.Array], gradient_sum: ArrayTree
     ) -> tuple[list[jax.Array], ArrayTree]:
-        """Returns the sums of all devices, in one collective. The first number is the weight.
+        """Returns the sums of all devices, in one collective. Of numbers, each device has one, in its row.
 
-        Numbers are scalars or vectors of a device, in its row if gradients have one. They are added in the weight's
-        dtype.
+        The first is the weight, in whose dtype all are added.
         """
-        # Inside shard_map, numbers of shapes (1,), (1,), (1,) and (1, 3) become one array of shape (1, 6).
-        sum_of_weights = numbers[0]
-        vectors = [x if x.ndim > sum_of_weights.ndim else x[..., None] for x in numbers]
-        together = jnp.concatenate([x.astype(sum_of_weights.dtype) for x in vectors], axis=-1)
-        leaves, treedef = jax.tree.flatten(gradient_sum)
-        totals = device_sums([together, *filter(is_gradient, leaves)], self.axes)
-        of_numbers, of_leaves = iter(totals[0]), iter(totals[1:])
-
-        def number(x: jax.Array) -> jax.Array:
-            if x.ndim == sum_of_weights.ndim:
-                return next(of_numbers).astype(x.dtype)
-            return jnp.stack([next(of_numbers).astype(x.dtype) for _ in range(x.shape[-1])])
-
-        of_devices = [number(x) for x in numbers]
-        require_replicated("weight, summed over sum_over,", of_devices[0])
-        return of_devices, jax.tree.unflatten(
-            treedef, [next(of_leaves) if is_gradient(x) else x for x in leaves]
-        )
+        together = jnp.stack([x.astype(numbers[0].dtype) for x in numbers], axis=-1)
+        leaves = filter(is_gradient, jax.tree.leaves(gradient_sum))
+        of_numbers, *of_leaves = device_sums([together, *leaves], self.axes)
+        totals = [total.astype(x.dtype) for total, x in zip(of_numbers, numbers, strict=True)]
+        require_replicated("weight, summed over sum_over,", totals[0])
+        rest = iter(of_leaves)
+        return totals, jax.tree.map(lambda x: next(rest) if is_gradient(x) else x, gradient_sum)
 
     def emptied(self, gradient_sum: ArrayTree, total: ArrayTree, average: ArrayTree) -> ArrayTree:
         """Returns rows for the state of a closed window, whose values nobody reads. Reuses other arrays if it can."""

@@ -9,7 +9,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import chex
 import jax
@@ -22,7 +22,6 @@ from shrewjax._base.branches import run_if
 from shrewjax._base.flax_names import is_of_nnx
 from shrewjax._base.mesh import is_traced, on_mesh_of
 from shrewjax._base.states import (
-    increment_if,
     nodes_in,
     note,
     require_one_window,
@@ -40,6 +39,7 @@ from shrewjax._base.types import (
     Flag,
     Function,
     Leaf,
+    Metrics,
     Number,
     PyTree,
     State,
@@ -48,6 +48,7 @@ from shrewjax._base.types import (
 from shrewjax._numerics import floats
 from shrewjax._programs.lost_scatters import warn_of_lost_scatters
 from shrewjax._skipping.wrapping import (
+    Result,
     Step,
     declared_arguments,
     first_step,
@@ -63,7 +64,12 @@ from shrewjax._windows.window import (
     Window,
     checked_weight,
 )
-from shrewjax._windows.window_state import WINDOW_STATES, AccumulateState, Measured
+from shrewjax._windows.window_state import (
+    WINDOW_STATES,
+    AccumulateState,
+    after_average,
+    measured,
+)
 
 
 def accumulate(
@@ -233,19 +239,12 @@ def _add_and_run(
     # 3. Run inner if the window closes.
     like = window.devices.like_total(grads)
     inner_step = step._replace(state=state.inner_state, extra_args=inner_args)
-    step_on = partial(_step_on, like, takes_value)
-    run = _run_on_total if window.is_partial else _run_on_average
-    returned, after = run(window, added, inner, inner_step, step_on)
 
-    # 4. Put the new state together.
-    windows = increment_if(after.applied, state.windows)
-    new_state = added.state._replace(
-        windows=windows,
-        inner_state=after.inner_state,
-        applied=after.applied,
-        gradient_sum=after.gradient_sum,
-        **after.measured._asdict(),
-    )
+    def run_inner(gradients: ArrayTree, loss: jax.Array, runs: Flag) -> Result:
+        return run_step(inner, _step_on(like, takes_value, inner_step, gradients, loss, runs))
+
+    run = _run_on_total if window.is_partial else _run_on_average
+    returned, new_state = run(window, added, inner_step, run_inner)
     return _with_integers(returned, like, state.gradient_sum, step), new_state
 
 
@@ -294,72 +293,58 @@ def _value_at_params(
     return jnp.asarray(value_fn(params, **given)).astype(mean_loss.dtype)
 
 
-StepOn: TypeAlias = Callable[[Step, ArrayTree, jax.Array, Flag], Step]
-"""The type of `_step_on` without its first two arguments."""
-
-
-class _After(NamedTuple):
-    inner_state: AnyState
-    applied: jax.Array
-    gradient_sum: ArrayTree
-    measured: Measured
+RunInner: TypeAlias = Callable[[ArrayTree, jax.Array, Flag], Result]
+"""Runs inner on a window's average and mean loss, if the flag is set. Returns what it returns, and its state."""
 
 
 def _run_on_average(
-    window: Window,
-    added: Advanced,
-    inner: optax.GradientTransformation,
-    step: Step,
-    step_on: StepOn,
-) -> tuple[PyTree, _After]:
+    window: Window, added: Advanced, _: Step, run_inner: RunInner
+) -> tuple[PyTree, AccumulateState]:
     """Runs inner if the window closes. `added` has the averaged gradients, so inner itself branches (XLA-2)."""
-    state = added.state
-    gradients, applied = state.gradient_sum, jnp.asarray(added.has_average)
-    before = Measured.of(state)
-    if before.noise:  # in a branch, because the norm of the average takes a pass
-        measured = run_if(
-            added.has_average, lambda: Measured.of(window.average(added)), lambda: before
-        )
-    else:
-        measured = optax.tree.where(applied, Measured.of(window.average(added)), before)
-    returned, inner_state = run_step(
-        inner, step_on(step, gradients, measured.loss, added.has_average)
-    )
-    return returned, _After(inner_state, applied, gradients, measured)
+    state: AccumulateState = added.state
+    runs = added.closes & added.has_weight
+    applied = jnp.asarray(runs)
+
+    def of_average() -> Metrics:
+        return measured(window.average(added))
+
+    # In a branch if the noise is measured, because the norm of the average takes a pass.
+    new = run_if(runs, of_average, lambda: measured(state)) if state.noise else of_average()
+    state = after_average(state, new, applied)
+    returned, inner_state = run_inner(state.gradient_sum, state.loss, runs)
+    return returned, state._replace(applied=applied, inner_state=inner_state)
 
 
 def _run_on_total(
-    window: Window,
-    added: Advanced,
-    inner: optax.GradientTransformation,
-    step: Step,
-    step_on: StepOn,
-) -> tuple[PyTree, _After]:
+    window: Window, added: Advanced, inner_step: Step, run_inner: RunInner
+) -> tuple[PyTree, AccumulateState]:
     """Runs inner if the window closes, in one branch with the total of its partial sums.
 
     Two guards inside would otherwise branch three times, and each branch would take the total again.
     """
-    state = added.state
-    before = Measured.of(state)
+    still_open: AccumulateState = added.state._replace(applied=jnp.zeros((), bool))
 
-    def total_and_run() -> tuple[PyTree, _After]:
+    def total_and_run() -> tuple[PyTree, AccumulateState]:
         # 1. Take the total, and run inner.
         average = window.average(added)
-        ran = run_step(inner, step_on(step, average.gradients, average.loss, True))
-        measured = Measured.of(average)
-        if average.total_has_weight is not True:
+        returned, inner_state = run_inner(average.gradients, average.loss, True)
+        applied = jnp.asarray(average.has_weight)
+        if average.has_weight is not True:
             # 2. Without a weight, take back what inner did. XLA-2: select, because XLA copies parameters in a branch
             # within a branch on CUDA (tests/devices/test_accelerators.py, "closing_calls_alone").
-            ran = optax.tree.where(average.total_has_weight, ran, step.skipped(ran[0]))
-            measured = optax.tree.where(average.total_has_weight, measured, before)
-        sums = added.state.gradient_sum
+            returned, inner_state = optax.tree.where(
+                applied, (returned, inner_state), inner_step.skipped(returned)
+            )
+        # 3. Put the new state together.
+        sums = still_open.gradient_sum
         emptied = window.devices.emptied(sums, average.total, average.gradients)
-        return ran[0], _After(ran[1], jnp.asarray(average.total_has_weight), emptied, measured)
+        state = after_average(still_open, measured(average), applied)
+        return returned, state._replace(
+            applied=applied, inner_state=inner_state, gradient_sum=emptied
+        )
 
-    # 3. One branch returns all. Its step's state is the `_After` of a step that is skipped, so `run_or_skip` returns
-    # that if the window stays open.
-    skipped = _After(step.state, jnp.zeros((), bool), state.gradient_sum, before)
-    return step._replace(state=skipped, runs=added.has_average).run_or_skip(total_and_run)
+    # One branch returns all. If the window stays open, `run_or_skip` returns the step's state.
+    return inner_step._replace(state=still_open, runs=added.closes).run_or_skip(total_and_run)
 
 
 def _as_gradients(

@@ -9,7 +9,7 @@ where a scan of the loss adds them itself, and divides once, by `Window.finalize
 2. Is it a step, which counts towards `accum_steps`? All are, except a non-finite one under `"extend_window"`.
 3. Is the window closing? It closes on a flush, or if this step makes it full.
 4. Does the closing window have an average? Its weight must not be 0, and `"drop_window"` must not discard it. With
-   partial sums, its weight is known only after `average` has totalled it.
+   partial sums, `average` tells whether it has a weight.
 5. Update each leaf in one pass (`_advance_leaf`): select, replace or add, and divide if the window is closing. The sum
    is not cleared on closing. The first gradient of the next window overwrites it, which saves a write.
 6. Reset the counters of a closing window.
@@ -67,13 +67,13 @@ class Advanced(NamedTuple):
 
     state: AnyState  # if the window closes, `gradient_sum` is its average, or partial
     sum_of_weights: jax.Array  # the window's weight, not reset if the window closes
-    has_average: Flag  # the window closes with an average, which partial sums have only if their total weight is not 0
+    closes: Flag  # the window closes, and is not discarded; with a weight it has an average
     has_weight: Flag  # the weight is not 0; of partial ones, the device's own
 
 
 class Average(NamedTuple):
     gradients: ArrayTree  # the average in the accumulator's dtypes
-    total_has_weight: Flag  # the total of partial weights is not 0, or there are none
+    has_weight: Flag  # the window's weight, over all devices, is not 0
     loss: jax.Array  # of `value`, divided as the gradients are
     weight: jax.Array  # the window's, over all devices
     noise: AnyState  # the state of the noise with this window
@@ -116,11 +116,6 @@ class Window:
         def zeros(shape: tuple[int, ...], dtype: DType) -> jax.Array:
             return zeros_like(jnp.zeros(shape), dtype, "")
 
-        def empty_noise() -> AnyState:
-            if self._noise_decay is None:
-                return ()
-            return _noise.empty(zeros((3,), jnp.float32), zeros((), jnp.float32))
-
         return GradAccumulatorState(
             micro_step=jnp.zeros((), jnp.int32),
             windows=jnp.zeros((), jnp.int32),
@@ -130,7 +125,7 @@ class Window:
             value_sum=zeros((), dtype),
             loss=jnp.full((), jnp.inf, dtype),
             weight=jnp.zeros((), dtype),
-            noise=empty_noise(),
+            noise=() if self._noise_decay is None else _noise.empty(zeros),
             gradient_sum=gradient_sum,
         )
 
@@ -139,8 +134,8 @@ class Window:
     ) -> jax.Array:
         if not is_gradient(param):
             return jnp.zeros((), jnp.int32)  # has no sum
-        dtype = _default_dtype(param) if self._dtype is None else self._dtype
-        return zeros_like(param, dtype, trees.leaf_name(path))
+        wider = floats.upcast_dtype(param, floats.sum_dtype(param))
+        return zeros_like(param, self._dtype or wider, trees.leaf_name(path))
 
     def length(self, windows: jax.Array) -> jax.Array:
         """Returns the window's length, at least 1. `windows` is the argument of a schedule."""
@@ -167,14 +162,12 @@ class Window:
         of partial sums is left to `average`. The module's docstring has the order of its decisions.
         """
         # Check that the micro-batch and the state fit.
-        grads, value = self.devices.checked(
-            grads, weight, value, state.gradient_sum, state.sum_of_weights
-        )
+        grads, value = self.devices.checked(grads, weight, value, state)
         if self._noise_decay is not None:
             require_made_with("noise_decay", state, "noise", _noise.FOR_AN_OPEN_WINDOW)
 
         # 1. Is it kept? If it is not, its weight is 0.
-        is_kept, is_nonfinite = self._is_kept(grads, weight, True, state.sum_of_weights)
+        is_kept, is_nonfinite = self._is_kept(grads, weight != 0, state.sum_of_weights)
         own_weight, kept_weight = _weights(weight, is_kept, state)
 
         # 2. Is it a step? Count it, and add its weight.
@@ -190,8 +183,13 @@ class Window:
         # 3. Is the window closing?
         is_closing = self._is_closing(flush, when_full, state.windows, micro_step, is_step)
 
-        # 4. Does it have an average?
-        has_weight, may_average = self._may_average(is_kept, is_closing, sum_of_weights, window_bad)
+        # 4. Does it have a weight, and is it not discarded? A weight that is known while tracing cannot sum up to 0.
+        has_weight: Flag = True if is_kept is True else sum_of_weights != 0
+        closes: Flag = is_closing
+        if self.nonfinite == "drop_window" or isinstance(is_closing, jax.Array):
+            # XLA-32: a flag beside a closing flag, also without "drop_window", where it is True. Otherwise XLA on CUDA
+            # holds all gradients of layers in a list (tests/devices/test_scanned_layers.py, "as_they_come").
+            closes = is_closing & ~window_bad
 
         # 5. Update each leaf in one pass, which also divides if the window is closing. Then add the loss and the noise.
         scale = self._scale(is_closing, sum_of_weights, has_weight)
@@ -202,9 +200,12 @@ class Window:
             state.gradient_sum,
             grads,
         )
-        value_sum = self._value_added(
-            state.value_sum, value, weight, kept_weight, is_kept, is_first
-        )
+        if value is None and is_kept is not False:
+            # The window has no loss. On an Explicit mesh without a context, full_like drops the sharding of rows, and
+            # the next call compiles again (test_sharded_state.py, "compiles_once").
+            value_sum = jnp.where(True, jnp.inf, state.value_sum)
+        else:
+            value_sum = _advance_leaf(state.value_sum, value, is_kept, factor, is_first)
         noise = self._noise_added(state.noise, grads, own_weight, is_kept, is_first)
 
         # 6. A closing window resets its counters.
@@ -220,22 +221,16 @@ class Window:
             noise=noise,
             gradient_sum=gradient_sum,
         )
-        return Advanced(new_state, sum_of_weights, is_closing & may_average, has_weight)
+        return Advanced(new_state, sum_of_weights, closes, has_weight)
 
     def _is_kept(
-        self, grads: ArrayTree, weight: Scalar, is_present: Flag, sum_of_weights: jax.Array
+        self, grads: ArrayTree, has_weight: Flag, sum_of_weights: jax.Array
     ) -> tuple[Flag, Flag]:
-        """Returns whether a micro-batch, if it is present, is kept, and whether it counts as non-finite.
-
-        One of weight 0 never does.
-        """
-        is_kept: Flag = weight != 0
-        if is_present is not True and is_kept is not False:
-            is_kept = is_kept & is_present
-        if is_kept is False or self.nonfinite == "propagate":
-            return is_kept, False
-        is_nonfinite = self.devices.is_nonfinite(grads, is_kept, sum_of_weights)
-        return is_kept & ~is_nonfinite, is_nonfinite
+        """Returns whether a micro-batch is kept, and whether it counts as non-finite. One without weight never does."""
+        if has_weight is False or self.nonfinite == "propagate":
+            return has_weight, False
+        is_nonfinite = self.devices.is_nonfinite(grads, has_weight, sum_of_weights)
+        return has_weight & ~is_nonfinite, is_nonfinite
 
     def _is_closing(
         self, flush: Flag, when_full: bool, windows: jax.Array, micro_step: jax.Array, is_step: Flag
@@ -248,23 +243,6 @@ class Window:
         # A micro-batch that is no step closes nothing, not even a window that is longer than a resumed run's
         # accum_steps.
         return flush | (is_step & (micro_step >= self.length(windows)))
-
-    def _may_average(
-        self, is_kept: Flag, is_closing: Flag, sum_of_weights: jax.Array, window_bad: jax.Array
-    ) -> tuple[Flag, Flag]:
-        """Returns whether the window has a weight, and whether it has an average if it closes.
-
-        `is_kept` is the Python True only for a weight that is known while tracing, which is a normal number. The
-        window's weight cannot be 0 then, and no run-time check is needed.
-        """
-        has_weight: Flag = True if is_kept is True else sum_of_weights != 0
-        is_known = has_weight is True and not isinstance(is_closing, jax.Array)
-        if is_known and self.nonfinite != "drop_window":
-            return True, True
-        # XLA-32: a flag beside a closing flag, also without "drop_window", where it is True. Otherwise XLA on CUDA
-        # holds all gradients of layers in a list (tests/devices/test_scanned_layers.py, "as_they_come").
-        is_good = jnp.logical_not(window_bad)
-        return has_weight, is_good if self.is_partial else has_weight & is_good
 
     def _scale(
         self, is_closing: Flag, sum_of_weights: jax.Array, has_weight: Flag
@@ -283,27 +261,6 @@ class Window:
         """Returns the factor of a micro-batch's gradients, None if it is 1."""
         is_one = isinstance(weight, float) and weight == 1
         return None if is_one or self._reduction != "mean" else own_weight
-
-    def _value_added(
-        self,
-        value_sum: jax.Array,
-        value: Number | None,
-        weight: Scalar,
-        kept_weight: jax.Array,
-        is_kept: Flag,
-        is_first: Flag,
-    ) -> jax.Array:
-        """Returns the window's sum of losses with this one. Without one it is inf, and so is the window's mean."""
-        if value is None and isinstance(weight, float) and weight == 0:
-            value = 0.0  # adds nothing (tests/windows/test_flush_value.py)
-        if value is None:
-            # On an Explicit mesh without a context, full_like drops the sharding of rows, and the next call compiles
-            # again (test_sharded_state.py, "compiles_once").
-            return jnp.where(True, jnp.inf, value_sum)
-        own = jnp.asarray(value).astype(value_sum.dtype)
-        own = own * (kept_weight if self._reduction == "mean" else jnp.ones((), value_sum.dtype))
-        value_sum = jnp.where(is_first, jnp.zeros_like(value_sum), value_sum)
-        return jnp.where(is_kept, value_sum + own, value_sum)
 
     def _noise_added(
         self, noise: AnyState, grads: PyTree, own_weight: jax.Array, is_kept: Flag, is_first: Flag
@@ -330,11 +287,9 @@ class Window:
         The sums begin as zeros. So no gradient replaces them, and no select stands around them (XLA-24). `finalize`
         divides them.
         """
-        grads, _ = self.devices.checked(
-            trees.gradient_arrays(grads), weight, None, state.gradient_sum, state.sum_of_weights
-        )
-        is_present = is_present & unknown_true()
-        is_kept, is_nonfinite = self._is_kept(grads, weight, is_present, state.sum_of_weights)
+        grads, _ = self.devices.checked(trees.gradient_arrays(grads), weight, None, state)
+        has_weight = (weight != 0) & is_present & unknown_true()
+        is_kept, is_nonfinite = self._is_kept(grads, has_weight, state.sum_of_weights)
         own_weight, kept_weight = _weights(weight, is_kept, state)
         factor = self._factor(weight, own_weight)
         return state._replace(
@@ -357,9 +312,8 @@ class Window:
                 True, _reciprocal(sum_of_weights, has_weight), jnp.ones((), sum_of_weights.dtype)
             )
             state = state._replace(gradient_sum=_all_scaled(state.gradient_sum, scale))
-        added = Advanced(state, sum_of_weights, has_average=True, has_weight=has_weight)
-        average = self.average(added)
-        return average, average.total_has_weight if self.is_partial else has_weight
+        average = self.average(Advanced(state, sum_of_weights, closes=True, has_weight=has_weight))
+        return average, average.has_weight
 
     def divided(self, state: AnyState) -> AnyState:
         """Returns a window whose partial sums are divided by the total weight, to be closed as a "sum".
@@ -400,41 +354,30 @@ class Window:
             loss = loss * scale
         noise = added.state.noise
         if self._noise_decay is not None:
-            # A "sum" is the mean times the window's weight.
-            per_weight = scale if self._reduction == "sum" else jnp.ones_like(scale)
             norm = self.devices.norm(gradients, sum_of_weights)
-            mantissa = norm.mantissa * per_weight.astype(norm.mantissa.dtype)
-            norm = floats.shifted(mantissa, norm.exponent)
-            totals = whole.state.noise  # over devices, where `noise` keeps each device's row
-            sums = _noise.WindowSums(totals.square_sums, totals.kept, sum_of_weights)
-            noise = _noise.closed(noise, sums, norm, self._noise_decay)
-        total_has_weight = whole.has_weight if self.is_partial else True
-        return Average(gradients, total_has_weight, loss, sum_of_weights, noise, total)
+            if self._reduction == "sum":  # the mean times the window's weight
+                mantissa = norm.mantissa * scale.astype(norm.mantissa.dtype)
+                norm = floats.shifted(mantissa, norm.exponent)
+            # A device's row stays in the state. The estimate needs the total over devices.
+            noise = _noise.closed(
+                noise, whole.state.noise, sum_of_weights, norm, self._noise_decay
+            )
+        return Average(gradients, whole.has_weight, loss, sum_of_weights, noise, total)
 
     def _total(self, added: Advanced) -> Advanced:
         """Returns `added` with totals in the places of partial sums."""
         noise = added.state.noise
         numbers = [added.sum_of_weights, added.state.value_sum]
-        of_noise = [noise.kept, noise.square_sums] if noise else []
+        if noise:
+            numbers += [noise.kept, *jnp.moveaxis(noise.square_sums, -1, 0)]
         (sum_of_weights, value_sum, *of_noise), gradient_sum = self.devices.total(
-            [*numbers, *of_noise], added.state.gradient_sum
+            numbers, added.state.gradient_sum
         )
         if noise:
-            noise = noise._replace(kept=of_noise[0], square_sums=of_noise[1])
+            noise = noise._replace(kept=of_noise[0], square_sums=jnp.stack(of_noise[1:]))
         has_weight = True if added.has_weight is True else sum_of_weights != 0
         state = added.state._replace(value_sum=value_sum, noise=noise, gradient_sum=gradient_sum)
-        return Advanced(state, sum_of_weights, added.has_average, has_weight)
-
-    def close(self, state: AnyState) -> tuple[Average, Flag, AnyState]:
-        """Closes a window, full or not. Returns its average, whether it has one, and the state.
-
-        The average of a window without one is meaningless. Callers whose users may read it replace it by zeros, which
-        XLA:GPU would hold beside the gradients. Callers also put `windows`, `loss`, `weight` and `noise` in the state.
-        """
-        no_gradients = jax.tree.map(lambda _: None, state.gradient_sum)
-        added = self.advance(state, no_gradients, 0.0, None, flush=True)
-        average = self.average(added)
-        return average, added.has_average & average.total_has_weight, added.state
+        return Advanced(state, sum_of_weights, added.closes, has_weight)
 
 
 def _weights(weight: Scalar, is_kept: Flag, state: AnyState) -> tuple[jax.Array, jax.Array]:
@@ -443,12 +386,6 @@ def _weights(weight: Scalar, is_kept: Flag, state: AnyState) -> tuple[jax.Array,
     kept = jnp.where(is_kept, own, jnp.zeros((), own.dtype))
     # On an Explicit mesh inside vmap (tests/devices/test_models_on_devices.py, "begins_inside").
     return own, placed_like(kept, state.sum_of_weights)
-
-
-def _default_dtype(param: Leaf) -> DType:
-    """Returns the wider of float32 and a parameter's dtype, complex for complex."""
-    is_double = floats.real_dtype(param) == jnp.float64
-    return floats.upcast_dtype(param, jnp.float64 if is_double else jnp.float32)
 
 
 def _advance_leaf(
