@@ -10,7 +10,7 @@ import optax
 from shrewjax._base import arguments, trees
 from shrewjax._base.mesh import is_traced, on_mesh_of, summed
 from shrewjax._base.states import require_state_of
-from shrewjax._base.types import AnyState, Argument, AxisName, DType, Number, PyTree
+from shrewjax._base.types import AnyState, AxisName, DType, Number, PyTree
 from shrewjax._windows.window import (
     AccumSteps,
     Nonfinite,

@@ -359,9 +359,7 @@ class Window:
                 mantissa = norm.mantissa * scale.astype(norm.mantissa.dtype)
                 norm = floats.shifted(mantissa, norm.exponent)
             # A device's row stays in the state. The estimate needs the total over devices.
-            noise = _noise.closed(
-                noise, whole.state.noise, sum_of_weights, norm, self._noise_decay
-            )
+            noise = _noise.closed(noise, whole.state.noise, sum_of_weights, norm, self._noise_decay)
         return Average(gradients, whole.has_weight, loss, sum_of_weights, noise, total)
 
     def _total(self, added: Advanced) -> Advanced:
