@@ -38,7 +38,13 @@ from shrewjax._base.axes import (
     sum_over_others,
     varying_axes,
 )
-from shrewjax._base.mesh import context_mesh, is_traced, spec_of_result
+from shrewjax._base.mesh import (
+    context_mesh,
+    explicit_axes,
+    is_traced,
+    partitioned_like,
+    spec_of_result,
+)
 from shrewjax._base.trees import is_gradient, leaf_name
 from shrewjax._base.types import (
     AnyState,
@@ -89,7 +95,6 @@ class Devices:
         """
         require_sum_over("accumulation", self.given)
         grads = checked_gradients(self._own_rows(grads), state.gradient_sum, self._remedy_of_shape)
-        jax.tree.map_with_path(_require_type_of_sum, state.gradient_sum, grads)
         like = state.sum_of_weights
         loss = None
         if value is not None:
@@ -163,14 +168,11 @@ class Devices:
         axes = self.axes
         if is_mapped(axes):
             return as_varying(x[None], axes)
-        mesh = jax.sharding.get_abstract_mesh()
-        kinds = {
-            kind for a, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if a in axes
-        }
         copies = jnp.broadcast_to(x[None], rows.shape)
-        if kinds == {AxisType.Explicit}:
-            return jax.sharding.reshard(copies, jax.typeof(rows).sharding.spec)
-        if kinds and {*mesh.axis_types} == {AxisType.Auto}:
+        if {*axes} <= explicit_axes(rows):
+            return partitioned_like(copies, rows)
+        mesh = jax.sharding.get_abstract_mesh()
+        if {*axes} <= {*mesh.axis_names} and {*mesh.axis_types} == {AxisType.Auto}:
             spec = P(axes, *[P.UNCONSTRAINED] * x.ndim)
             return jax.lax.with_sharding_constraint(copies, spec)
         return rows
@@ -182,10 +184,26 @@ class Devices:
         return jax.tree.map(lambda g: jax.ShapeDtypeStruct(g.shape[1:], g.dtype), grads)
 
     def _own_rows(self, grads: ArrayTree) -> ArrayTree:
-        """Returns gradients inside `shard_map` as this device's rows. Otherwise they have rows, or need none."""
-        if not self.axes or not is_mapped(self.axes):
+        """Returns gradients inside `shard_map` as this device's rows. Otherwise they have rows, or need none.
+
+        Raises if one is already reduced over one of the axes, over which the closing window would sum it again.
+        """
+        axes = self.axes
+        if not axes or not is_mapped(axes):
             return grads
-        return jax.tree.map_with_path(partial(_own_row, self.axes), grads)
+
+        def own_row(path: KeyPath, grad: Leaf) -> Leaf:
+            if not is_gradient(grad):
+                return grad
+            if reduced := replicated_axes(grad, axes):
+                raise ValueError(
+                    f"gradient leaf {leaf_name(path)} is already reduced over {', '.join(map(repr, reduced))} of "
+                    f"sum_over={axes!r}. Pass jax.lax.pcast(params, {axes!r}, to='varying') to the loss. Or "
+                    f"{sum_over_others(axes, reduced)}"
+                )
+            return grad[None]
+
+        return jax.tree.map_with_path(own_row, grads)
 
     def _remedy_of_shape(self, given: tuple[int, ...], expected: tuple[int, ...]) -> str:
         axes = self.axes
@@ -205,35 +223,6 @@ class Devices:
                 "of the parameters that init got"
             )
         return "Pass gradients of the parameters that init got. Or call init with the parameters of these gradients"
-
-
-def _own_row(axes: AxisNames, path: KeyPath, grad: Leaf) -> Leaf:
-    """Returns this device's gradient as a row, with a first axis of size 1.
-
-    Raises if it is already reduced over one of the axes, over which the closing window would sum it again.
-    """
-    if not is_gradient(grad):
-        return grad
-    reduced = replicated_axes(grad, axes)
-    if reduced:
-        raise ValueError(
-            f"gradient leaf {leaf_name(path)} is already reduced over {', '.join(map(repr, reduced))} of "
-            f"sum_over={axes!r}. Pass jax.lax.pcast(params, {axes!r}, to='varying') to the loss. Or "
-            f"{sum_over_others(axes, reduced)}"
-        )
-    return grad[None]
-
-
-def _require_type_of_sum(path: KeyPath, total: jax.Array, grad: Leaf) -> None:
-    """Raises if a gradient may differ between devices, and its sum may not.
-
-    The sum's type would change, and JAX would raise at the end of a loop or a branch.
-    """
-    if along := grad is not None and newly_varying(grad, total):
-        raise ValueError(
-            f"gradient leaf {leaf_name(path)} may differ over {along}, but its parameter does "
-            f"not. Pass jax.lax.pmean(grads, {along}). Or pass sum_over={along}"
-        )
 
 
 def _mesh_of(params: ArrayTree, axes: AxisNames) -> Mesh | AbstractMesh | None:
