@@ -22,8 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from shrewjax._base import arguments
 from shrewjax._base.states import described, increment_if
-from shrewjax._base.types import DType, Flag, Metrics, Scalar
+from shrewjax._base.types import DType, Flag, Metrics, Number, Scalar
 from shrewjax._numerics import floats, histories
 from shrewjax._numerics.floats import ExtendedFloat
 from shrewjax._numerics.norms import RANGE
@@ -59,6 +60,11 @@ class NoiseState(NamedTuple):
 # For a state without noise, whose window may be open: NaN sums, so that this window has no estimate. The next window's
 # first micro-batch replaces them.
 FOR_AN_OPEN_WINDOW = "(n := tx.init(params).noise)._replace(square_sums=n.square_sums + jnp.nan)"
+
+
+def checked_decay(value: Number) -> Scalar:
+    """Returns a decay below 1, also in float32, in which 1 would make every average NaN."""
+    return arguments.real("noise_decay", value, at_least=0, at_most=1 - 2.0**-24)
 
 
 def empty(zeros: Callable[[tuple[int, ...], DType], jax.Array]) -> NoiseState:

@@ -20,8 +20,7 @@ With `sum_over`, sums and weights are partial until `average` takes their total.
 """
 
 from collections.abc import Callable
-from functools import partial
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -100,22 +99,24 @@ class Window:
         self.nonfinite = arguments.choice("nonfinite", nonfinite, get_args(Nonfinite))
         self.axes = arguments.axis_names("sum_over", sum_over)
         self.devices = Devices(self.axes, arguments.axis_names("sharded_over", sharded_over))
-        self._noise_decay = (
-            None if noise_decay is None else arguments.real("noise_decay", noise_decay, at_least=0)
-        )
-        if isinstance(self._noise_decay, float) and self._noise_decay >= 1:
-            raise ValueError(f"noise_decay must be below 1, got {trees.shown(noise_decay)}")
+        self._noise_decay = None if noise_decay is None else _noise.checked_decay(noise_decay)
 
     def init(self, params: PyTree) -> GradAccumulatorState:
         """Returns an empty window for gradients like `params`, with the sharding of `params`."""
         params = trees.parameter_arrays(params)
         zeros_like = self.devices.zeros_maker(params)
-        gradient_sum = jax.tree.map_with_path(partial(self._empty_sum, zeros_like), params)
-        dtype = floats.sum_dtype(*filter(is_gradient, jax.tree.leaves(gradient_sum)))
+
+        def empty_sum(path: KeyPath, param: Leaf) -> jax.Array:
+            if not is_gradient(param):
+                return jnp.zeros((), jnp.int32)  # has no sum
+            wider = floats.upcast_dtype(param, floats.sum_dtype(param))
+            return zeros_like(param, self._dtype or wider, trees.leaf_name(path))
 
         def zeros(shape: tuple[int, ...], dtype: DType) -> jax.Array:
             return zeros_like(jnp.zeros(shape), dtype, "")
 
+        gradient_sum = jax.tree.map_with_path(empty_sum, params)
+        dtype = floats.sum_dtype(*filter(is_gradient, jax.tree.leaves(gradient_sum)))
         return GradAccumulatorState(
             micro_step=jnp.zeros((), jnp.int32),
             windows=jnp.zeros((), jnp.int32),
@@ -129,19 +130,12 @@ class Window:
             gradient_sum=gradient_sum,
         )
 
-    def _empty_sum(
-        self, zeros_like: Callable[..., jax.Array], path: KeyPath, param: Leaf
-    ) -> jax.Array:
-        if not is_gradient(param):
-            return jnp.zeros((), jnp.int32)  # has no sum
-        wider = floats.upcast_dtype(param, floats.sum_dtype(param))
-        return zeros_like(param, self._dtype or wider, trees.leaf_name(path))
-
     def length(self, windows: jax.Array) -> jax.Array:
         """Returns the window's length, at least 1. `windows` is the argument of a schedule."""
-        given = self.accum_steps
-        steps = arguments.steps_of_schedule(given, windows) if callable(given) else given
-        steps = jnp.asarray(steps, jnp.float32)
+        given: Any = self.accum_steps
+        if callable(given):
+            given = arguments.steps_of_schedule(given, windows)
+        steps = jnp.asarray(given, jnp.float32)
         is_valid = steps >= 1  # and not `maximum`, because a NaN then counts as 1
         rounded = jnp.ceil(jnp.minimum(steps, 2.0**24))
         return jnp.where(is_valid, rounded, jnp.ones_like(steps)).astype(jnp.int32)
@@ -168,20 +162,21 @@ class Window:
 
         # 1. Is it kept? If it is not, its weight is 0.
         is_kept, is_nonfinite = self._is_kept(grads, weight != 0, state.sum_of_weights)
-        own_weight, kept_weight = _weights(weight, is_kept, state)
-
-        # 2. Is it a step? Count it, and add its weight.
-        is_step: Flag = True
-        if self.nonfinite == "extend_window":
-            is_step = ~jnp.asarray(is_nonfinite)
-        micro_step = state.micro_step + jnp.asarray(is_step, jnp.int32)
-        sum_of_weights = state.sum_of_weights + _nan_out_of_range(weight, kept_weight)
+        sum_of_weights = _with_weight(state.sum_of_weights, weight, is_kept)
         window_bad = state.window_bad
         if self.nonfinite == "drop_window":
             window_bad = window_bad | is_nonfinite
 
+        # 2. Is it a step? Count it.
+        is_step: Flag = True
+        if self.nonfinite == "extend_window":
+            is_step = ~jnp.asarray(is_nonfinite)
+        micro_step = state.micro_step + jnp.asarray(is_step, jnp.int32)
+
         # 3. Is the window closing?
-        is_closing = self._is_closing(flush, when_full, state.windows, micro_step, is_step)
+        is_closing = flush
+        if when_full:
+            is_closing = self._is_closing(flush, state.windows, micro_step, is_step)
 
         # 4. Does it have a weight, and is it not discarded? A weight that is known while tracing cannot sum up to 0.
         has_weight: Flag = True if is_kept is True else sum_of_weights != 0
@@ -194,7 +189,7 @@ class Window:
         # 5. Update each leaf in one pass, which also divides if the window is closing. Then add the loss and the noise.
         scale = self._scale(is_closing, sum_of_weights, has_weight)
         is_first = state.micro_step == 0
-        factor = self._factor(weight, own_weight)
+        factor = self._factor(weight, sum_of_weights)
         gradient_sum = jax.tree.map(
             lambda total, g: _advance_leaf(total, g, is_kept, factor, is_first, scale),
             state.gradient_sum,
@@ -206,7 +201,7 @@ class Window:
             value_sum = jnp.where(True, jnp.inf, state.value_sum)
         else:
             value_sum = _advance_leaf(state.value_sum, value, is_kept, factor, is_first)
-        noise = self._noise_added(state.noise, grads, own_weight, is_kept, is_first)
+        noise = self._noise_added(state, grads, weight, is_kept)
 
         # 6. A closing window resets its counters.
         def reset(counter: jax.Array) -> jax.Array:
@@ -233,12 +228,11 @@ class Window:
         return has_weight & ~is_nonfinite, is_nonfinite
 
     def _is_closing(
-        self, flush: Flag, when_full: bool, windows: jax.Array, micro_step: jax.Array, is_step: Flag
+        self, flush: Flag, windows: jax.Array, micro_step: jax.Array, is_step: Flag
     ) -> Flag:
         """Returns whether the window is flushed or full. A window of one is known to be full, and needs no branch."""
-        if not when_full or flush is True:
-            return flush
-        if isinstance(self.accum_steps, int) and self.accum_steps == 1 and is_step is True:
+        is_of_one = isinstance(self.accum_steps, int) and self.accum_steps == 1
+        if flush is True or (is_of_one and is_step is True):
             return True
         # A micro-batch that is no step closes nothing, not even a window that is longer than a resumed run's
         # accum_steps.
@@ -257,27 +251,31 @@ class Window:
         of_closing = _reciprocal(sum_of_weights, has_weight)
         return jnp.where(is_closing, of_closing, jnp.ones((), sum_of_weights.dtype))
 
-    def _factor(self, weight: Scalar, own_weight: jax.Array) -> jax.Array | None:
+    def _factor(self, weight: Scalar, sum_of_weights: jax.Array) -> jax.Array | None:
         """Returns the factor of a micro-batch's gradients, None if it is 1."""
         is_one = isinstance(weight, float) and weight == 1
-        return None if is_one or self._reduction != "mean" else own_weight
+        if is_one or self._reduction != "mean":
+            return None
+        return jnp.asarray(weight).astype(sum_of_weights.dtype)
 
     def _noise_added(
-        self, noise: AnyState, grads: PyTree, own_weight: jax.Array, is_kept: Flag, is_first: Flag
+        self, state: AnyState, grads: PyTree, weight: Scalar, is_kept: Flag
     ) -> AnyState:
         """Returns the sums of squared norms with this micro-batch's, if the window measures its noise.
 
         A gradient of the least weight is left out, because its norm, divided by the weight, would be all of the noise.
         A user gives that weight to a gradient without examples (`reduction` of `accumulate`).
         """
+        noise = state.noise
         if self._noise_decay is None:
             return noise
-        is_kept = is_kept & (own_weight > arguments.LEAST_WEIGHT)
+        own = jnp.asarray(weight).astype(state.sum_of_weights.dtype)
+        is_kept = is_kept & (own > arguments.LEAST_WEIGHT)
         # A mean gradient's square counts by its weight. A summed gradient is the mean one times the weight.
-        nonzero = jnp.where(own_weight != 0, own_weight, jnp.ones((), own_weight.dtype))
+        nonzero = jnp.where(own != 0, own, jnp.ones((), own.dtype))
         of_square = nonzero if self._reduction == "mean" else 1 / nonzero
         norm = self.devices.own_norm(grads, varies_like=noise.kept)
-        return _noise.added(noise, norm, of_square, is_kept, is_first)
+        return _noise.added(noise, norm, of_square, is_kept, state.micro_step == 0)
 
     def update(
         self, state: AnyState, grads: ArrayTree, weight: Scalar, is_present: Flag = True
@@ -290,10 +288,9 @@ class Window:
         grads, _ = self.devices.checked(trees.gradient_arrays(grads), weight, None, state)
         has_weight = (weight != 0) & is_present & unknown_true()
         is_kept, is_nonfinite = self._is_kept(grads, has_weight, state.sum_of_weights)
-        own_weight, kept_weight = _weights(weight, is_kept, state)
-        factor = self._factor(weight, own_weight)
+        factor = self._factor(weight, state.sum_of_weights)
         return state._replace(
-            sum_of_weights=state.sum_of_weights + _nan_out_of_range(weight, kept_weight),
+            sum_of_weights=_with_weight(state.sum_of_weights, weight, is_kept),
             dropped=increment_if(is_nonfinite, state.dropped),
             gradient_sum=jax.tree.map(
                 lambda total, g: _advance_leaf(total, g, is_kept, factor),
@@ -304,15 +301,9 @@ class Window:
 
     def finalize(self, state: AnyState) -> tuple[Average, Flag]:
         """Returns the average of what `update` has added, and whether it has a weight."""
-        sum_of_weights, has_weight = state.sum_of_weights, state.sum_of_weights != 0
-        if self._reduction != "sum" and not self.is_partial:
-            # XLA-35: a select by a known True. Without it XLA:CPU holds 0.43 of the gradients of scanned layers beside
-            # their sum (tests/programs/test_loops.py, "hold_no_tree").
-            scale = jnp.where(
-                True, _reciprocal(sum_of_weights, has_weight), jnp.ones((), sum_of_weights.dtype)
-            )
-            state = state._replace(gradient_sum=_all_scaled(state.gradient_sum, scale))
-        average = self.average(Advanced(state, sum_of_weights, closes=True, has_weight=has_weight))
+        weight = state.sum_of_weights
+        added = Advanced(state, weight, closes=True, has_weight=weight != 0)
+        average = self.average(added, is_divided=False)
         return average, average.has_weight
 
     def divided(self, state: AnyState) -> AnyState:
@@ -329,9 +320,8 @@ class Window:
         self, state: AnyState, weight: Scalar
     ) -> Callable[[jax.Array, jax.Array], jax.Array]:
         """Returns a function of a leaf's sum, or a slice of it, and a gradient, which returns the new sum."""
-        own_weight = jnp.asarray(weight).astype(state.sum_of_weights.dtype)
-        is_kept = (own_weight != 0) & unknown_true()  # XLA-27
-        factor = self._factor(weight, own_weight)
+        is_kept = (jnp.asarray(weight) != 0) & unknown_true()  # XLA-27
+        factor = self._factor(weight, state.sum_of_weights)
         return lambda total, grad: _advance_leaf(total, grad, is_kept, factor)
 
     @property
@@ -339,19 +329,22 @@ class Window:
         """Whether sums and weights are parts, whose total `average` takes."""
         return bool(self.axes)
 
-    def average(self, added: Advanced) -> Average:
+    def average(self, added: Advanced, *, is_divided: bool = True) -> Average:
         """Returns what a closing window passes on. Takes the total of partial sums, in one collective.
 
-        It divides this total and the loss. `advance` or `finalize` has divided all other sums.
+        It divides the loss, and this total. `is_divided` says that `advance` has divided all other sums.
         """
         whole = self._total(added) if self.is_partial else added
         gradients = total = whole.state.gradient_sum
         loss, sum_of_weights = whole.state.value_sum, whole.sum_of_weights
         scale = _reciprocal(sum_of_weights, whole.has_weight)
         if self._reduction != "sum":
-            if self.is_partial:
-                gradients = _all_scaled(gradients, scale)
             loss = loss * scale
+            if self.is_partial or not is_divided:
+                # XLA-35: a select by a known True. Without it XLA:CPU holds 0.43 of the gradients of scanned layers
+                # beside their sum (tests/programs/test_loops.py, "hold_no_tree").
+                selected = jnp.where(True, scale, jnp.ones((), scale.dtype))
+                gradients = _all_scaled(gradients, selected)
         noise = added.state.noise
         if self._noise_decay is not None:
             norm = self.devices.norm(gradients, sum_of_weights)
@@ -378,12 +371,20 @@ class Window:
         return Advanced(state, sum_of_weights, added.closes, has_weight)
 
 
-def _weights(weight: Scalar, is_kept: Flag, state: AnyState) -> tuple[jax.Array, jax.Array]:
-    """Returns the weight of a micro-batch as an array, and again, but 0 if it is not kept."""
-    own = jnp.asarray(weight).astype(state.sum_of_weights.dtype)
+def _with_weight(sum_of_weights: jax.Array, weight: Scalar, is_kept: Flag) -> jax.Array:
+    """Returns the window's weight with that of a micro-batch, if this is kept.
+
+    An array may have a weight that Python numbers may not have. It adds NaN, and so the average is NaN. Gradients are
+    multiplied by the weight itself, because a select in their factor keeps XLA on CUDA from moving an all-reduce out of
+    a loop (tests/devices/test_accelerators.py, "once_after_the_loop").
+    """
+    own = jnp.asarray(weight).astype(sum_of_weights.dtype)
     kept = jnp.where(is_kept, own, jnp.zeros((), own.dtype))
     # On an Explicit mesh inside vmap (tests/devices/test_models_on_devices.py, "begins_inside").
-    return own, placed_like(kept, state.sum_of_weights)
+    kept = placed_like(kept, sum_of_weights)
+    if not isinstance(weight, float):
+        kept = jnp.where(arguments.is_weight(kept), kept, jnp.nan)
+    return sum_of_weights + kept
 
 
 def _advance_leaf(
@@ -435,17 +436,6 @@ def _all_scaled(sums: ArrayTree, scale: jax.Array) -> ArrayTree:
 def checked_weight(weight: Number, state: AnyState) -> Scalar:
     """Returns a user's weight for a window in this state: one number, or one for each row."""
     return arguments.weight(weight, {(), state.sum_of_weights.shape})
-
-
-def _nan_out_of_range(weight: Scalar, kept_weight: jax.Array) -> jax.Array:
-    """Returns what the window's weight grows by: NaN for an array's weight that Python numbers may not have.
-
-    The average is then NaN. Gradients are multiplied by the weight itself, because a select in their factor keeps XLA
-    on CUDA from moving an all-reduce out of a loop (tests/devices/test_accelerators.py, "once_after_the_loop").
-    """
-    if isinstance(weight, float):
-        return kept_weight
-    return jnp.where(arguments.is_weight(kept_weight), kept_weight, jnp.nan)
 
 
 def _reciprocal(sum_of_weights: jax.Array, has_weight: Flag) -> jax.Array:
