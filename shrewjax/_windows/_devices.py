@@ -157,15 +157,13 @@ class Devices:
         # parameters' size. Inside `shard_map` a TPU would keep the total, too (tests/devices/test_accelerators.py,
         # "sends_gradients_once"), and outside of it an H100 the average (tests/devices/test_rows_compiled.py).
         reused = average if is_mapped(self.axes) else total
-        return jax.tree.map(
-            lambda rows, x: self._as_rows(x, rows) if is_gradient(rows) else rows,
-            gradient_sum,
-            reused,
-        )
+        return jax.tree.map(self._as_rows, reused, gradient_sum)
 
     def _as_rows(self, x: jax.Array, rows: jax.Array) -> jax.Array:
         """Returns an array in each row, on the row's device, or the rows if no context tells their devices."""
         axes = self.axes
+        if not is_gradient(rows):
+            return rows
         if is_mapped(axes):
             return as_varying(x[None], axes)
         copies = jnp.broadcast_to(x[None], rows.shape)

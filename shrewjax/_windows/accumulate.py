@@ -9,7 +9,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import chex
 import jax
@@ -39,7 +39,6 @@ from shrewjax._base.types import (
     Flag,
     Function,
     Leaf,
-    Metrics,
     Number,
     PyTree,
     State,
@@ -205,11 +204,8 @@ def accumulate(
         note(state.micro_step, reduction=reduction, nonfinite=nonfinite)
         return state
 
-    add_and_run = partial(_add_and_run, window, wrapped)
-    return Accumulation(
-        init_fn,
-        update_of_wrapper(AccumulateState, add_and_run, "the accumulation's state changed"),
-    )
+    update_fn = update_of_wrapper(AccumulateState, partial(_add_and_run, window, wrapped))
+    return Accumulation(init_fn, update_fn)
 
 
 class Accumulation(optax.GradientTransformationExtraArgs):
@@ -218,20 +214,21 @@ class Accumulation(optax.GradientTransformationExtraArgs):
 
 def _add_and_run(
     window: Window, inner: optax.GradientTransformationExtraArgs, step: Step
-) -> tuple[PyTree, AccumulateState]:
+) -> Result:
     """Adds a micro-batch to the window, and runs inner on the average if that closes it."""
     # 1. Take the window's arguments from those of inner, and check them.
     _check_names(inner, step.extra_args)
     state: AccumulateState = step.state
-    inner_args = {"weight": 1, "flush": False, "value": None, **step.extra_args}
-    weight, flushes, value = (inner_args.pop(name) for name in ("weight", "flush", "value"))
-    weight = checked_weight(weight, state)
+    inner_args = {**step.extra_args}
+    weight = checked_weight(inner_args.pop("weight", 1), state)
+    value = inner_args.pop("value", None)
     grads = trees.gradient_arrays(step.make_gradients())
-    is_flushed = arguments.flag("flush", flushes)
+    is_flushed = arguments.flag("flush", inner_args.pop("flush", False))
     warn_of_lost_scatters(grads)
-    # A call of weight 0, such as `flush`, needs no value. Inner then gets the window's mean, if it declares `value`.
-    adds_nothing = isinstance(weight, float) and weight == 0
-    takes_value = value is not None or (adds_nothing and "value" in declared_arguments(inner)[0])
+    takes_value = value is not None
+    if isinstance(weight, float) and weight == 0:
+        # A call that adds nothing, such as `flush`, needs no value. Inner gets the window's mean if it declares one.
+        takes_value |= "value" in declared_arguments(inner)[0]
 
     # 2. Add the micro-batch.
     added = window.advance(state, grads, weight, value, flush=is_flushed, when_full=True)
@@ -269,7 +266,7 @@ def _step_on(
         extra_args["value"] = mean_loss
     value_fn = extra_args.get("value_fn")
     if value_fn is not None and nodes_in(step.state, _LINE_SEARCHES):
-        value_there = partial(_value_at_params, value_fn, params, extra_args, mean_loss)
+        value_there = partial(_value_at_params, value_fn, params, step.extra_args, mean_loss)
         extra_args["value"] = run_if(runs, value_there, lambda: mean_loss)
     if extra_args.get("grad") is not None:
         extra_args["grad"] = make_gradients()
@@ -288,7 +285,7 @@ def _value_at_params(
     search that began with the window's mean would stop, or step away (tests/windows/test_accumulate.py,
     "last_micro_batch").
     """
-    names = inspect.signature(value_fn).parameters.keys() - {"value", "grad", "value_fn"}
+    names = inspect.signature(value_fn).parameters.keys() - {"grad", "value_fn"}
     given = {name: x for name, x in extra_args.items() if name in names}
     return jnp.asarray(value_fn(params, **given)).astype(mean_loss.dtype)
 
@@ -297,54 +294,45 @@ RunInner: TypeAlias = Callable[[ArrayTree, jax.Array, Flag], Result]
 """Runs inner on a window's average and mean loss, if the flag is set. Returns what it returns, and its state."""
 
 
-def _run_on_average(
-    window: Window, added: Advanced, _: Step, run_inner: RunInner
-) -> tuple[PyTree, AccumulateState]:
+def _run_on_average(window: Window, added: Advanced, _: Step, run_inner: RunInner) -> Result:
     """Runs inner if the window closes. `added` has the averaged gradients, so inner itself branches (XLA-2)."""
     state: AccumulateState = added.state
     runs = added.closes & added.has_weight
     applied = jnp.asarray(runs)
-
-    def of_average() -> Metrics:
-        return measured(window.average(added))
-
-    # In a branch if the noise is measured, because the norm of the average takes a pass.
-    new = run_if(runs, of_average, lambda: measured(state)) if state.noise else of_average()
+    # Only the noise is measured in a branch, because the norm of the average takes a pass.
+    measures = runs if state.noise else True
+    new = run_if(measures, lambda: measured(window.average(added)), lambda: measured(state))
     state = after_average(state, new, applied)
     returned, inner_state = run_inner(state.gradient_sum, state.loss, runs)
     return returned, state._replace(applied=applied, inner_state=inner_state)
 
 
-def _run_on_total(
-    window: Window, added: Advanced, inner_step: Step, run_inner: RunInner
-) -> tuple[PyTree, AccumulateState]:
+def _run_on_total(window: Window, added: Advanced, inner_step: Step, run_inner: RunInner) -> Result:
     """Runs inner if the window closes, in one branch with the total of its partial sums.
 
     Two guards inside would otherwise branch three times, and each branch would take the total again.
     """
     still_open: AccumulateState = added.state._replace(applied=jnp.zeros((), bool))
 
-    def total_and_run() -> tuple[PyTree, AccumulateState]:
+    def total_and_run() -> Result:
         # 1. Take the total, and run inner.
         average = window.average(added)
-        returned, inner_state = run_inner(average.gradients, average.loss, True)
+        ran = run_inner(average.gradients, average.loss, True)
         applied = jnp.asarray(average.has_weight)
         if average.has_weight is not True:
             # 2. Without a weight, take back what inner did. XLA-2: select, because XLA copies parameters in a branch
             # within a branch on CUDA (tests/devices/test_accelerators.py, "closing_calls_alone").
-            returned, inner_state = optax.tree.where(
-                applied, (returned, inner_state), inner_step.skipped(returned)
-            )
+            ran = optax.tree.where(applied, ran, inner_step.skipped(ran[0]))
         # 3. Put the new state together.
-        sums = still_open.gradient_sum
-        emptied = window.devices.emptied(sums, average.total, average.gradients)
+        returned, inner_state = ran
         state = after_average(still_open, measured(average), applied)
-        return returned, state._replace(
-            applied=applied, inner_state=inner_state, gradient_sum=emptied
-        )
+        sums = window.devices.emptied(state.gradient_sum, average.total, average.gradients)
+        state = state._replace(applied=applied, inner_state=inner_state, gradient_sum=sums)
+        return returned, state
 
     # One branch returns all. If the window stays open, `run_or_skip` returns the step's state.
-    return inner_step._replace(state=still_open, runs=added.closes).run_or_skip(total_and_run)
+    total_step = inner_step._replace(state=still_open, runs=added.closes)
+    return total_step.run_or_skip(total_and_run)
 
 
 def _as_gradients(
@@ -373,10 +361,7 @@ def _as_gradients(
 
 
 def _with_integers(
-    returned: ArrayTree,
-    like: ArrayTree,
-    gradient_sum: ArrayTree,
-    step: Step,
+    returned: ArrayTree, like: ArrayTree, gradient_sum: ArrayTree, step: Step
 ) -> ArrayTree:
     """Returns updates with zeros, or new parameters with the old ones, in the leaves that are no gradients.
 
@@ -404,7 +389,9 @@ def _with_integers(
 
 def _zero_like(x: Leaf) -> Leaf:
     """Returns zeros of the same shape and dtype. JAX has no float0 arrays, so those are NumPy's."""
-    return np.zeros(x.shape, x.dtype) if x.dtype == jax.dtypes.float0 else jnp.zeros_like(x)
+    if x.dtype == jax.dtypes.float0:
+        return np.zeros(x.shape, x.dtype)
+    return jnp.zeros_like(x)
 
 
 def _check_names(inner: optax.GradientTransformation, extra_args: ExtraArgs) -> None:
@@ -416,14 +403,15 @@ def _check_names(inner: optax.GradientTransformation, extra_args: ExtraArgs) -> 
         return  # a line search hands it the caller's own names, and raises at those that it does not take
     for name in extra_args.keys() - {"weight", "flush", "value"}:
         # 0.8 finds swapped, doubled and missing letters, and a plural.
-        meant = difflib.get_close_matches(name.lower(), ("weight", "flush"), cutoff=0.8)
-        other = {"loss": "value", "last": "flush"}.get(name)
-        is_fine = not meant and (other is None or other in extra_args)
-        if is_fine or name in declared_arguments(inner)[0]:
+        misspelled = difflib.get_close_matches(name.lower(), ("weight", "flush"), cutoff=0.8)
+        meant = misspelled[0] if misspelled else {"loss": "value", "last": "flush"}.get(name)
+        if meant is None or name in declared_arguments(inner)[0]:
             continue
-        if meant:
-            raise ValueError(f"{name}= is no argument of accumulate. Pass {meant[0]}=")
-        warnings.warn(f"{name}= is no argument of accumulate. Pass {other}=", stacklevel=2)
+        message = f"{name}= is no argument of accumulate. Pass {meant}="
+        if misspelled:
+            raise ValueError(message)
+        if meant not in extra_args:
+            warnings.warn(message, stacklevel=2)
 
 
 _NESTED = "Multiply the accum_steps instead of nesting accumulations"
@@ -488,9 +476,9 @@ def apply_gradients(
         )
     if params is None:
         raise ValueError("params must be the parameters, got None. Pass them after the state")
-    if isinstance(grads, tuple) and [*map(jax.tree.structure, grads[1:])] == [
-        jax.tree.structure(params)
-    ]:
+    structure: Any = jax.tree.structure(params)
+    is_pair = isinstance(grads, tuple) and len(grads) == 2
+    if is_pair and structure == jax.tree.structure(grads[1]):
         raise ValueError(
             "grads must be a tree like params, got a pair, such as (value, grads). Pass its second element"
         )
@@ -505,8 +493,9 @@ def _require_taken(
     tx: optax.GradientTransformation, opt_state: AnyState, extra_args: ExtraArgs
 ) -> None:
     """Raises if no transformation in `tx` takes an extra argument. Any may get the loss and its gradient."""
-    has_window = isinstance(tx, Accumulation) or _windows_in(opt_state)
-    taken = {"value", "grad", *(("weight", "flush") if has_window else ())}
+    taken = {"value", "grad"}
+    if isinstance(tx, Accumulation) or _windows_in(opt_state):
+        taken |= {"weight", "flush"}
     if extra_args.keys() <= taken:
         return
     names, takes_any = declared_arguments(tx)
@@ -615,20 +604,22 @@ def check_window(opt_state: AnyState, accum_steps: int, *, weight: Number = 1) -
     windows = _windows_in(opt_state)
     if not windows:
         raise ValueError("opt_state must contain a window of accumulate or GradAccumulator")
-    in_range = arguments.is_weight(jnp.asarray(weight, dtype=float))
-    _assert_values(in_range, f"weight must be {arguments.RANGE_OF_WEIGHTS}", weight)
+    _assert_weight("weight", weight)
     for window in windows:
+        _assert_weight("sum_of_weights", window.sum_of_weights)
         longest = accum_steps - isinstance(window, AccumulateState)
         in_range = (window.micro_step >= 0) & (window.micro_step <= longest)
         what = f"micro_step must be between 0 and {longest}, for accum_steps={accum_steps}"
         _assert_values(in_range, what, window.micro_step)
-        in_range = arguments.is_weight(window.sum_of_weights)
-        what = f"sum_of_weights must be {arguments.RANGE_OF_WEIGHTS}"
-        _assert_values(in_range, what, window.sum_of_weights)
 
 
 def _windows_in(opt_state: AnyState) -> list[AnyState]:
     return nodes_in(without_variables(opt_state), WINDOW_STATES)
+
+
+def _assert_weight(name: str, weight: Number) -> None:
+    in_range = arguments.is_weight(jnp.asarray(weight, dtype=float))
+    _assert_values(in_range, f"{name} must be {arguments.RANGE_OF_WEIGHTS}", weight)
 
 
 def _assert_values(is_valid: Flag, what: str, value: Number) -> None:
