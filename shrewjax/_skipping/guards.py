@@ -147,7 +147,8 @@ def skip_nonfinite(
     """
     wrapped = inner_transformation(inner)
     limit = _limit("max_consecutive", max_consecutive, at_least=1)
-    is_repairing = arguments.choice("at_limit", at_limit, get_args(AtLimit)) == "zero_nonfinite"
+    at_limit = arguments.choice("at_limit", at_limit, get_args(AtLimit))
+    is_repairing = at_limit == "zero_nonfinite"
     if max_consecutive is None and is_repairing:
         raise ValueError(
             f"at_limit={at_limit!r} needs a limit, got max_consecutive=None. Pass max_consecutive"
@@ -200,7 +201,8 @@ def _counted(state: SkipNonfiniteState, grads: PyTree, are_finite: jax.Array) ->
         return state.nonfinite_leaves
     require_made_with("per_leaf=True", state, "nonfinite_leaves")
     counts = jnp.stack(units.numbers_beside(state.nonfinite_leaves))
-    return units.with_leaves(state.nonfinite_leaves, list(increment_if(~are_finite, counts)))
+    counts = increment_if(~are_finite, counts)
+    return units.with_leaves(state.nonfinite_leaves, list(counts))
 
 
 def _finite_or_zero(x: Leaf) -> jax.Array:
@@ -316,7 +318,11 @@ def skip_on_spike(
     of_norm = arguments.choice("monitor", monitor, get_args(Monitor)) == "grad_norm"
     length = arguments.length("history_length", history_length, default=128)
     max_zscore = arguments.threshold("max_zscore", max_zscore)
-    warmup_steps = _warmup_steps(warmup_steps, length)
+    warmup_steps = arguments.threshold("warmup_steps", warmup_steps)
+    if isinstance(warmup_steps, float) and warmup_steps > length:
+        raise ValueError(
+            f"warmup_steps must be at most history_length, {length}, got {warmup_steps!r}"
+        )
     _require_both(max_value, max_consecutive)
     fixed_limit = _limit("max_value", max_value, at_least=0 if of_norm else -math.inf)
     longest_run = _limit("max_consecutive", max_consecutive, at_least=1)
@@ -342,11 +348,13 @@ def skip_on_spike(
         state: SkipOnSpikeState = step.state
         measured = measure(step, step.params, **step.extra_args)
         # 2. A spike is above the threshold. It is skipped, unless as many as allowed were skipped in a row.
+        of_history = _threshold(state.history, max_zscore, warmup_steps)
         largest, longest = _float32(fixed_limit), _float32(longest_run)
-        threshold = jnp.minimum(_threshold(state.history, max_zscore, warmup_steps), largest)
+        threshold = jnp.minimum(of_history, largest)
         finite = jnp.isfinite(measured)
         is_spike = finite & ~(measured <= threshold)
-        run_is_full = _reaches(state.consecutive, longest) | ~(longest >= 1)  # NaN allows none
+        allows_none = ~(longest >= 1)  # also if it is NaN
+        run_is_full = _reaches(state.consecutive, longest) | allows_none
         applied = finite & (~is_spike | run_is_full)
         # 3. Count and record. A measurement that is infinite is not recorded.
         consecutive = jnp.where(applied, 0, increment_if(is_spike, state.consecutive))
@@ -377,15 +385,6 @@ def _threshold(
     onset = jnp.where(k == jnp.inf, jnp.inf, mean + k * jnp.maximum(std, least))
     is_on = (history.filled > 0) & _reaches(history.filled, warmup_steps)
     return jnp.where(is_on, onset, jnp.inf)
-
-
-def _warmup_steps(value: Number, history_length: int) -> Scalar:
-    steps = arguments.threshold("warmup_steps", value)
-    if isinstance(steps, float) and steps > history_length:
-        raise ValueError(
-            f"warmup_steps must be at most history_length, {history_length}, got {steps!r}"
-        )
-    return steps
 
 
 def _require_both(max_value: Number | None, max_consecutive: Number | None) -> None:

@@ -68,7 +68,8 @@ class Step(NamedTuple):
     make_gradients: Callable[[], optax.Updates]
     state: AnyState
     params: Params
-    extra_args: ExtraArgs  # a mapping: inner may have an argument of any name, such as `runs`
+    # A mapping, because inner may have an argument of any name, such as `runs`.
+    extra_args: ExtraArgs
     as_params: bool  # the result has new parameters, and not updates
     runs: Flag = True  # otherwise parameters and state stay as they are
 
@@ -117,22 +118,18 @@ class Step(NamedTuple):
 StepFn: TypeAlias = Callable[[Step], Result]
 
 
-def first_step(
-    updates: optax.Updates,
-    state: AnyState,
-    params: Params,
-    extra_args: ExtraArgs,
-    *,
-    as_params: bool,
-) -> Step:
+def first_step(updates: PyTree, state: AnyState, params: Params, **others: Any) -> Step:
+    """Returns the step of a call. `others` are the step's other fields."""
     grads = summed(updates)
     # A hyperparameter may be set to a number by hand.
-    return Step(lambda: grads, _without_numbers(state), params, extra_args, as_params)
+    return Step(lambda: grads, _without_numbers(state), params, **others)
 
 
 def run_step(tx: optax.GradientTransformation, step: Step) -> Result:
     step_fn: StepFn | None = getattr(tx.update, "step_fn", None)
-    return step.run_or_skip(partial(_run_innermost, tx, step)) if step_fn is None else step_fn(step)
+    if step_fn is not None:
+        return step_fn(step)
+    return step.run_or_skip(partial(_run_innermost, tx, step))
 
 
 def _run_innermost(tx: optax.GradientTransformation, step: Step) -> Result:
@@ -192,9 +189,10 @@ def _update_by(step_fn: StepFn) -> optax.TransformUpdateExtraArgsFn:
     """Returns an `update` function, to which `step_fn` is attached for `run_step`."""
 
     def update_fn(
-        updates: optax.Updates, state: AnyState, params: Params = None, **extra_args: Argument
-    ) -> tuple[optax.Updates, AnyState]:
-        return step_fn(first_step(updates, state, params, extra_args, as_params=False))
+        updates: PyTree, state: AnyState, params: Params = None, **extra_args: Argument
+    ) -> Result:
+        step = first_step(updates, state, params, extra_args=extra_args, as_params=False)
+        return step_fn(step)
 
     cast(Any, update_fn).step_fn = step_fn
     return update_fn
@@ -310,10 +308,9 @@ def _applied(params: optax.Params, updates: optax.Updates) -> optax.Params:
 
 def _require_agreement(runs: Flag, run: Callable[[], Result]) -> None:
     """Raises if some devices would wait for others in a collective of `run` that these skip."""
-    differs = varying_axes(runs) if isinstance(runs, jax.Array) else frozenset()
-    waiting = sorted(map(repr, differs and differs & axes_of_collectives(run)))
-    if waiting:
-        names = ", ".join(waiting)
+    over = varying_axes(runs)
+    if over and (waiting := over & axes_of_collectives(run)):
+        names = ", ".join(sorted(map(repr, waiting)))
         raise ValueError(
             f"the decision to run inner (flush, accum_steps, micro_step or a guard's) may differ over {names}, where "
             f"inner has a collective. Reduce it over {names}"
@@ -348,7 +345,10 @@ def _without_numbers(state: AnyState) -> AnyState:
     """Returns the state with an array for each Python or NumPy number, so that no step changes its dtype."""
 
     def fixed(x: Leaf) -> Leaf:
-        is_number = isinstance(x, bool | int | float | complex | np.generic | np.ndarray)
-        return jnp.array(x, jnp.asarray(x).dtype) if is_number and np.ndim(x) == 0 else x
+        is_number = isinstance(x, _MAY_BE_NUMBERS) and np.ndim(x) == 0
+        return jnp.array(x, jnp.asarray(x).dtype) if is_number else x
 
     return jax.tree.map(fixed, state)
+
+
+_MAY_BE_NUMBERS = bool | int | float | complex | np.generic | np.ndarray

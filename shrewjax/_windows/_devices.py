@@ -22,6 +22,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -83,11 +84,7 @@ class Devices:
         return partial(_zero_rows, self.axes, _mesh_of(params, self.axes))
 
     def checked(
-        self,
-        grads: PyTree,
-        weight: Scalar,
-        value: Number | None,
-        state: AnyState,
+        self, grads: PyTree, weight: Scalar, value: Number | None, state: AnyState
     ) -> tuple[ArrayTree, jax.Array | None]:
         """Returns a micro-batch's gradients and loss as arrays, those of a device with its row.
 
@@ -108,14 +105,14 @@ class Devices:
     def is_nonfinite(self, grads: ArrayTree, is_kept: Flag, varies_like: jax.Array) -> jax.Array:
         """Returns whether gradients that are kept contain a NaN or an infinity, on any device."""
         leaves = jax.tree.leaves(grads)
+        if self.axes:
+            of_rows = ~all_finite(leaves, [()] * len(leaves), unit_dims=(0,))
+            return any_device(jnp.any(is_kept & of_rows), self.axes)
         own_axes = self._own_axes(varies_like)
-        if not self.axes:
-            # Untracked types do not tell, so `sharded_over` does. Without it, () means a model on each device.
-            told = self.given if self.sharded_over is None else self.sharded_over
-            axes = axes_beside(leaves, own_axes) if own_axes else told
-            return is_kept & ~all_finite(leaves, axes)
-        is_nonfinite = jnp.any(is_kept & ~all_finite(leaves, [()] * len(leaves), unit_dims=(0,)))
-        return any_device(is_nonfinite, self.axes)
+        # Untracked types do not tell, so `sharded_over` does. Without it, () means a model on each device.
+        told = self.given if self.sharded_over is None else self.sharded_over
+        axes = axes_beside(leaves, own_axes) if own_axes else told
+        return is_kept & ~all_finite(leaves, axes)
 
     def _own_axes(self, varies_like: jax.Array) -> AxisNames:
         """Returns, without `sum_over`, the axes over which a window's number varies: each device has its own window."""
@@ -146,10 +143,11 @@ class Devices:
         together = jnp.stack([x.astype(numbers[0].dtype) for x in numbers], axis=-1)
         leaves = filter(is_gradient, jax.tree.leaves(gradient_sum))
         of_numbers, *of_leaves = device_sums([together, *leaves], self.axes)
-        totals = [total.astype(x.dtype) for total, x in zip(of_numbers, numbers, strict=True)]
+        totals = optax.tree.cast_like([*of_numbers], [*numbers])
         require_replicated("weight, summed over sum_over,", totals[0])
         rest = iter(of_leaves)
-        return totals, jax.tree.map(lambda x: next(rest) if is_gradient(x) else x, gradient_sum)
+        whole = jax.tree.map(lambda x: next(rest) if is_gradient(x) else x, gradient_sum)
+        return totals, whole
 
     def emptied(self, gradient_sum: ArrayTree, total: ArrayTree, average: ArrayTree) -> ArrayTree:
         """Returns rows for the state of a closed window, whose values nobody reads. Reuses other arrays if it can."""
@@ -228,7 +226,7 @@ def _mesh_of(params: ArrayTree, axes: AxisNames) -> Mesh | AbstractMesh | None:
     if is_mapped(axes):
         return None
     leaves = [x for x in jax.tree.leaves(params) if hasattr(x, "dtype")]
-    meshes = [sharding.mesh for sharding in map(sharding_of, leaves) if sharding is not None]
+    meshes = [s.mesh for s in map(sharding_of, leaves) if s is not None]
     # Optax calls `init` with placeholders for parameters, which have no leaves and need no mesh.
     context = jax.sharding.get_abstract_mesh() if is_traced(params) else context_mesh()
     for mesh in (*meshes, context):
@@ -251,7 +249,7 @@ def _zero_rows(
     """
     sharding = sharding_of(like)
     spec = () if sharding is None else sharding.spec
-    over = {a for names in axes_by_dimension(spec) for a in names} if mesh else varying_axes(like)
+    over = varying_axes(like).union(*axes_by_dimension(spec))
     if over & set(axes):
         raise ValueError(
             f"parameter {name} must not be sharded over sum_over={axes!r}. Leave out sum_over under jax.jit. Inside "
@@ -298,4 +296,5 @@ def expand_like(per_row: jax.Array, rows: jax.Array) -> jax.Array:
 def sharding_of(x: Leaf) -> NamedSharding | None:
     """Returns the `NamedSharding` of an array over a mesh with axes, otherwise None."""
     sharding = jax.typeof(x).sharding if is_traced(x) else getattr(x, "sharding", None)
-    return sharding if isinstance(sharding, NamedSharding) and sharding.mesh.axis_names else None
+    is_on_mesh = isinstance(sharding, NamedSharding) and sharding.mesh.axis_names
+    return sharding if is_on_mesh else None

@@ -486,7 +486,8 @@ def apply_gradients(
     # `parameter_arrays` leaves integer NumPy arrays alone. Outside of jit, a skipped step would otherwise return the
     # caller's own, which then share memory (tests/promises/test_train_steps.py, "returns_jax_arrays_too").
     params = jax.tree.map(jnp.asarray, trees.parameter_arrays(params))
-    return run_step(tx, first_step(grads, opt_state, params, extra_args, as_params=True))
+    step = first_step(grads, opt_state, params, extra_args=extra_args, as_params=True)
+    return run_step(tx, step)
 
 
 def _require_taken(
