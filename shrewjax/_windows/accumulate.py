@@ -223,7 +223,7 @@ def _add_and_run(
     weight = checked_weight(inner_args.pop("weight", 1), state)
     value = inner_args.pop("value", None)
     grads = trees.gradient_arrays(step.make_gradients())
-    is_flushed = arguments.flag("flush", inner_args.pop("flush", False))
+    flushes = arguments.flag("flush", inner_args.pop("flush", False))
     warn_of_lost_scatters(grads)
     takes_value = value is not None
     if isinstance(weight, float) and weight == 0:
@@ -231,29 +231,27 @@ def _add_and_run(
         takes_value |= "value" in declared_arguments(inner)[0]
 
     # 2. Add the micro-batch.
-    added = window.advance(state, grads, weight, value, flush=is_flushed, when_full=True)
+    added = window.advance(state, grads, weight, value, flush=flushes, when_full=True)
 
     # 3. Run inner if the window closes.
     like = window.devices.like_total(grads)
     inner_step = step._replace(state=state.inner_state, extra_args=inner_args)
-
-    def run_inner(gradients: ArrayTree, loss: jax.Array, runs: Flag) -> Result:
-        return run_step(inner, _step_on(like, takes_value, inner_step, gradients, loss, runs))
-
+    run_inner = partial(_run_inner, inner, like, takes_value, inner_step)
     run = _run_on_total if window.is_partial else _run_on_average
     returned, new_state = run(window, added, inner_step, run_inner)
     return _with_integers(returned, like, state.gradient_sum, step), new_state
 
 
-def _step_on(
+def _run_inner(
+    inner: optax.GradientTransformation,
     like: ArrayTree,
     takes_value: bool,
     step: Step,
     gradients: ArrayTree,
     mean_loss: jax.Array,
     runs: Flag,
-) -> Step:
-    """Returns the wrapped optimizer's step on the window's average and mean loss, from its step on a micro-batch.
+) -> Result:
+    """Runs inner on the window's average and mean loss. `step` is inner's step on the last micro-batch.
 
     `gradients` are the average in the sums' dtypes. `like` has those of the call, whose dtypes the average gets.
     """
@@ -266,11 +264,14 @@ def _step_on(
         extra_args["value"] = mean_loss
     value_fn = extra_args.get("value_fn")
     if value_fn is not None and nodes_in(step.state, _LINE_SEARCHES):
-        value_there = partial(_value_at_params, value_fn, params, step.extra_args, mean_loss)
+        of_call = step.extra_args
+        value_there = partial(_value_at_params, value_fn, params, of_call, mean_loss)
         extra_args["value"] = run_if(runs, value_there, lambda: mean_loss)
     if extra_args.get("grad") is not None:
         extra_args["grad"] = make_gradients()
-    return step._replace(make_gradients=make_gradients, extra_args=extra_args, runs=runs)
+    # 3. Inner runs if the window closes.
+    step = step._replace(make_gradients=make_gradients, extra_args=extra_args, runs=runs)
+    return run_step(inner, step)
 
 
 _LINE_SEARCHES = optax.ScaleByBacktrackingLinesearchState, optax.ScaleByZoomLinesearchState
@@ -403,8 +404,9 @@ def _check_names(inner: optax.GradientTransformation, extra_args: ExtraArgs) -> 
         return  # a line search hands it the caller's own names, and raises at those that it does not take
     for name in extra_args.keys() - {"weight", "flush", "value"}:
         # 0.8 finds swapped, doubled and missing letters, and a plural.
-        misspelled = difflib.get_close_matches(name.lower(), ("weight", "flush"), cutoff=0.8)
-        meant = misspelled[0] if misspelled else {"loss": "value", "last": "flush"}.get(name)
+        own = ("weight", "flush")
+        misspelled = difflib.get_close_matches(name.lower(), own, cutoff=0.8)
+        meant = next(iter(misspelled), {"loss": "value", "last": "flush"}.get(name))
         if meant is None or name in declared_arguments(inner)[0]:
             continue
         message = f"{name}= is no argument of accumulate. Pass {meant}="
@@ -610,7 +612,7 @@ def check_window(opt_state: AnyState, accum_steps: int, *, weight: Number = 1) -
         _assert_weight("sum_of_weights", window.sum_of_weights)
         longest = accum_steps - isinstance(window, AccumulateState)
         in_range = (window.micro_step >= 0) & (window.micro_step <= longest)
-        what = f"micro_step must be between 0 and {longest}, for accum_steps={accum_steps}"
+        what = f"micro_step must be between 0 and {longest}, for {accum_steps=}"
         _assert_values(in_range, what, window.micro_step)
 
 
@@ -624,7 +626,7 @@ def _assert_weight(name: str, weight: Number) -> None:
 
 
 def _assert_values(is_valid: Flag, what: str, value: Number) -> None:
-    message = f"{what}, got {value}"
+    text = f"{what}, got {value}"
     if not is_traced(is_valid) and not jnp.all(is_valid):
-        raise AssertionError(message)  # chex would show arrays of flags
-    chex.assert_trees_all_equal(is_valid, jnp.ones_like(is_valid), custom_message=message)
+        raise AssertionError(text)  # chex would show arrays of flags
+    chex.assert_trees_all_equal(is_valid, jnp.ones_like(is_valid), custom_message=text)

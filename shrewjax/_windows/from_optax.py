@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.tree_util import GetAttrKey, keystr
 
 from shrewjax._base.axes import mapped_axes
 from shrewjax._base.mesh import is_traced
@@ -94,7 +95,8 @@ def from_optax(opt_state: AnyState, tx: optax.GradientTransformation, params: Py
             "opt_state must hold arrays, got shapes. Restore them first, or call jax.eval_shape"
         )
     fresh, noted = init_with_notes(tx.init, params)
-    return _converted(_Pair(without_variables(opt_state), without_variables(fresh)), noted)
+    pair = _Pair(without_variables(opt_state), without_variables(fresh))
+    return _converted(pair, noted)
 
 
 class _Pair(NamedTuple):
@@ -105,18 +107,16 @@ class _Pair(NamedTuple):
     old_path: KeyPath = ()
     fresh_path: KeyPath = ()
 
+    def child(self, old: PyTree, fresh: PyTree, old_key: KeyPath, key: KeyPath) -> "_Pair":
+        return _Pair(old, fresh, (*self.old_path, *old_key), (*self.fresh_path, *key))
+
     def field(self, old_name: str, name: str) -> "_Pair":
-        return _Pair(
-            getattr(self.old, old_name),
-            getattr(self.fresh, name),
-            (*self.old_path, jax.tree_util.GetAttrKey(old_name)),
-            (*self.fresh_path, jax.tree_util.GetAttrKey(name)),
-        )
+        keys = (GetAttrKey(old_name),), (GetAttrKey(name),)
+        return self.child(getattr(self.old, old_name), getattr(self.fresh, name), *keys)
 
     def error(self, remedy: str = "", *, expected: str = "", got: str = "") -> ValueError:
-        old_path, fresh_path = map(jax.tree_util.keystr, (self.old_path, self.fresh_path))
         return ValueError(
-            f"opt_state{old_path} must correspond to tx.init(params){fresh_path}, "
+            f"opt_state{keystr(self.old_path)} must correspond to tx.init(params){keystr(self.fresh_path)}, "
             f"{expected or _what(self.fresh)}, got {got or _what(self.old)}. {remedy or _SAME_ORDER}"
         )
 
@@ -206,12 +206,7 @@ def _mapped(
         is_window = isinstance(pair.old, optax.MultiStepsState)
         raise pair.error("Wrap this part of tx in accumulate" if is_window else "")
     children = [
-        _Pair(
-            olds.get(path, _NOTHING),
-            news.get(path, _NOTHING),
-            (*pair.old_path, *path),
-            (*pair.fresh_path, *path),
-        )
+        pair.child(olds.get(path, _NOTHING), news.get(path, _NOTHING), path, path)
         for path in olds | news
     ]
     for child in children:
@@ -249,10 +244,10 @@ def _taken(pair: _Pair) -> jax.Array:
 
 def _holds(dtype: DType, x: float) -> bool:
     """Returns whether an array of this dtype holds a Python number of this kind and size."""
-    if isinstance(x, bool) or dtype == jnp.bool:
-        return isinstance(x, bool) and dtype == jnp.bool
-    if jnp.issubdtype(dtype, jnp.integer):
-        return isinstance(x, int) and jnp.iinfo(dtype).min <= x <= jnp.iinfo(dtype).max
+    if isinstance(x, bool):
+        return dtype == jnp.bool
+    if isinstance(x, int) and jnp.issubdtype(dtype, jnp.integer):
+        return jnp.iinfo(dtype).min <= x <= jnp.iinfo(dtype).max
     return jnp.issubdtype(dtype, jnp.inexact)
 
 
@@ -269,15 +264,19 @@ def _sum_of(pair: _Pair, factor: jax.Array, rows: tuple[int, ...]) -> jax.Array:
     acc, total = pair.old, pair.fresh
     if not is_gradient(total):
         return total  # the number in the place of an integer parameter
-    is_sum = hasattr(acc, "dtype") and is_gradient(acc) and acc.shape == total.shape[len(rows) :]
-    is_complex = is_sum and floats.is_complex(acc) and not floats.is_complex(total)
-    if not is_sum or is_complex:
-        remedy = "If the parameter is real, put the real part in its place" if is_complex else ""
-        of_rows = f", with a row for each of {rows[0]} devices" if rows else ""
-        raise pair.error(remedy, expected=_what(total) + of_rows)
+    expected = _what(total)
+    if rows:
+        expected += f", with a row for each of {rows[0]} devices"
+    shape = total.shape[len(rows) :]
+    if not hasattr(acc, "dtype") or not is_gradient(acc) or acc.shape != shape:
+        raise pair.error(expected=expected)
+    if floats.is_complex(acc) and not floats.is_complex(total):
+        remedy = "If the parameter is real, put the real part in its place"
+        raise pair.error(remedy, expected=expected)
     acc = _placed(acc, total)
     dtype = floats.sum_dtype(acc)
-    return _filled(total, floats.mul_real(floats.upcast(acc, dtype), factor.astype(dtype)))
+    summed = floats.mul_real(floats.upcast(acc, dtype), factor.astype(dtype))
+    return _filled(total, summed)
 
 
 def _filled(zeros: jax.Array, x: jax.Array) -> jax.Array:
@@ -303,7 +302,7 @@ def _check_skip_state(pair: _Pair, nonfinite: str) -> None:
         return
     rule = "another should_skip_update_fn"
     remedy = "To go on without it, pass opt_state with skip_state=()"
-    if isinstance(skip_state, dict) and skip_state.keys() == {"should_skip", "num_not_finite"}:
+    if isinstance(skip_state, dict) and "num_not_finite" in skip_state:
         if nonfinite == "extend_window":
             return
         rule = "optax.skip_not_finite"

@@ -74,17 +74,18 @@ class GradAccumulator:
         return f"GradAccumulator({given})"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, GradAccumulator) and self._arguments() == other._arguments()
+        return isinstance(other, GradAccumulator) and self._key() == other._key()
 
     def __hash__(self) -> int:
-        return hash(self._arguments())
+        return hash(self._key())
 
-    def _arguments(self) -> tuple[Any, ...]:
+    def _key(self) -> tuple[Any, ...]:
         """Returns all arguments, so that equal accumulators are one static argument of `jax.jit`.
 
         An array has no hash, and is equal to itself alone.
         """
-        return tuple(id(x) if isinstance(x, jax.Array) else x for x in vars(self._window).values())
+        checked = vars(self._window).values()
+        return tuple(id(x) if isinstance(x, jax.Array) else x for x in checked)
 
     @property
     def accum_steps(self) -> AccumSteps:
@@ -112,7 +113,8 @@ class GradAccumulator:
         """
         _require_window(state)
         arrays = trees.gradient_arrays(summed(grads))
-        return self._window.advance(state, arrays, checked_weight(weight, state), value).state
+        weight = checked_weight(weight, state)
+        return self._window.advance(state, arrays, weight, value).state
 
     def ready(self, state: GradAccumulatorState) -> jax.Array:
         """Returns whether the window is full. Shape (), bool."""

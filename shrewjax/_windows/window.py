@@ -98,7 +98,8 @@ class Window:
         self._dtype = arguments.inexact_dtype("accumulator_dtype", accumulator_dtype)
         self.nonfinite = arguments.choice("nonfinite", nonfinite, get_args(Nonfinite))
         self.axes = arguments.axis_names("sum_over", sum_over)
-        self.devices = Devices(self.axes, arguments.axis_names("sharded_over", sharded_over))
+        sharded_axes = arguments.axis_names("sharded_over", sharded_over)
+        self.devices = Devices(self.axes, sharded_axes)
         self._noise_decay = None if noise_decay is None else _noise.checked_decay(noise_decay)
 
     def init(self, params: PyTree) -> GradAccumulatorState:
