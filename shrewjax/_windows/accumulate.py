@@ -237,8 +237,10 @@ def _add_and_run(
     like = window.devices.like_total(grads)
     inner_step = step._replace(state=state.inner_state, extra_args=inner_args)
     run_inner = partial(_run_inner, inner, like, takes_value, inner_step)
-    run = _run_on_total if window.is_partial else _run_on_average
-    returned, new_state = run(window, added, inner_step, run_inner)
+    if window.is_partial:
+        returned, new_state = _run_on_total(window, added, inner_step, run_inner)
+    else:
+        returned, new_state = _run_on_average(window, added, run_inner)
     return _with_integers(returned, like, state.gradient_sum, step), new_state
 
 
@@ -295,7 +297,7 @@ RunInner: TypeAlias = Callable[[ArrayTree, jax.Array, Flag], Result]
 """Runs inner on a window's average and mean loss, if the flag is set. Returns what it returns, and its state."""
 
 
-def _run_on_average(window: Window, added: Advanced, _: Step, run_inner: RunInner) -> Result:
+def _run_on_average(window: Window, added: Advanced, run_inner: RunInner) -> Result:
     """Runs inner if the window closes. `added` has the averaged gradients, so inner itself branches (XLA-2)."""
     state: AccumulateState = added.state
     runs = added.closes & added.has_weight
@@ -351,14 +353,17 @@ def _as_gradients(
         if not given:
             return x
         if not is_gradient(given[0]):
-            return _zero_like(given[0])
+            return _zero_like(given[0])  # of an integer parameter, or float0
         if grad is None and not is_strict:
             given.append(x)
         target = floats.wider_dtype(*filter(is_gradient, given))
-        return x if floats.is_complex(x) and target.kind != "c" else x.astype(target)
+        if floats.is_complex(x) and target.kind != "c":
+            return x
+        return x.astype(target)
 
-    with_params = () if params is None else (params,)
-    return jax.tree.map(cast, gradients, like, *with_params)
+    if params is None:
+        return jax.tree.map(cast, gradients, like)
+    return jax.tree.map(cast, gradients, like, params)
 
 
 def _with_integers(
@@ -384,8 +389,9 @@ def _with_integers(
             return _zero_like(grad)
         return jax.tree.map(_zero_like, new if old is None else jnp.asarray(old))
 
-    news_and_olds = (returned,) if step.params is None else (returned, step.params)
-    return jax.tree.map(keep, gradient_sum, like, *news_and_olds)
+    if step.params is None:
+        return jax.tree.map(keep, gradient_sum, like, returned)
+    return jax.tree.map(keep, gradient_sum, like, returned, step.params)
 
 
 def _zero_like(x: Leaf) -> Leaf:

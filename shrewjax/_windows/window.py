@@ -110,8 +110,10 @@ class Window:
         def empty_sum(path: KeyPath, param: Leaf) -> jax.Array:
             if not is_gradient(param):
                 return jnp.zeros((), jnp.int32)  # has no sum
-            wider = floats.upcast_dtype(param, floats.sum_dtype(param))
-            return zeros_like(param, self._dtype or wider, trees.leaf_name(path))
+            dtype = self._dtype
+            if dtype is None:
+                dtype = floats.upcast_dtype(param, floats.sum_dtype(param))
+            return zeros_like(param, dtype, trees.leaf_name(path))
 
         def zeros(shape: tuple[int, ...], dtype: DType) -> jax.Array:
             return zeros_like(jnp.zeros(shape), dtype, "")
@@ -406,7 +408,8 @@ def _advance_leaf(
     if isinstance(is_kept, jax.Array):
         is_kept = expand_like(is_kept, total)
     if grad is None or is_kept is False:
-        total = total if is_first is False else jnp.where(is_first, jnp.zeros_like(total), total)
+        if is_first is not False:
+            total = jnp.where(is_first, jnp.zeros_like(total), total)
     else:
         grad = partitioned_like(grad, total)
         if factor is not None:
