@@ -122,26 +122,24 @@ def closed(
     weight = sum_of_weights.astype(jnp.float32)
     has_estimate = (totals.kept >= 2) & (weight > 0) & jnp.isfinite(weight)
     has_estimate &= jnp.isfinite(root.mantissa) & jnp.isfinite(norm.mantissa)
+    # Otherwise the numbers below are computed of zeros, and not used.
     weight = jnp.where(has_estimate, weight, 1)
+    nothing = ExtendedFloat(jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32))
+    root, norm = optax.tree.where(has_estimate, (root, norm), (nothing, nothing))
 
     # 2. All squares come in the unit 4**exponent, which holds the largest of them, so that none leaves the range.
-    window_exponent = jnp.where(has_estimate, jnp.maximum(root.exponent, norm.exponent), 0)
+    window_exponent = jnp.maximum(root.exponent, norm.exponent)
     old_exponent = jnp.where(state.recorded > 0, state.exponent, window_exponent)
     exponent = jnp.maximum(window_exponent, old_exponent)
-
-    def in_unit(x: ExtendedFloat) -> jax.Array:
-        mantissa = jnp.where(has_estimate, x.mantissa.astype(jnp.float32), 0)
-        return floats.times_power_of_two(
-            mantissa, jnp.where(has_estimate, x.exponent, 0) - exponent
-        )
-
-    root_q, average = in_unit(root), in_unit(norm)
+    root_q, average = (
+        floats.times_power_of_two(x.mantissa.astype(jnp.float32), x.exponent - exponent)
+        for x in (root, norm)
+    )
 
     # 3. S is computed as a product, because the difference of the squares would lose the last digits twice.
     weighted_average = jnp.sqrt(weight) * average
-    trace = (
-        (root_q - weighted_average) * (root_q + weighted_average) / jnp.maximum(totals.kept - 1, 1)
-    )
+    product = (root_q - weighted_average) * (root_q + weighted_average)
+    trace = product / jnp.maximum(totals.kept - 1, 1)
     signal = jnp.square(average) - trace / weight
 
     # 4. The share makes the average over n windows that of exponential weights, corrected for its start.

@@ -1,7 +1,6 @@
 """States on a mesh: read how a state is sharded, and move it to another number of devices."""
 
 from collections.abc import Collection, Hashable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +8,10 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from shrewjax._base import trees
+from shrewjax._base.axes import axes_by_dimension
 from shrewjax._base.mesh import without_context_mesh
 from shrewjax._base.states import fields, require_state
-from shrewjax._base.types import AnyState, KeyPath, Leaf, PyTree, State
+from shrewjax._base.types import AnyState, AxisNames, KeyPath, Leaf, PyTree, State
 from shrewjax._windows import _devices
 from shrewjax._windows.window_state import WINDOW_STATES
 
@@ -74,17 +74,13 @@ def state_specs(opt_state: AnyState, *, axis_names: Collection[Hashable] | None 
 
     require_state(opt_state)
 
-    def of_axis_names(names: Any) -> Any:
-        if axis_names is None or names is None:
-            return names
-        if isinstance(names, tuple):
-            return tuple(a for a in names if a in axis_names) or None
-        return names if names in axis_names else None
+    def kept(names: AxisNames) -> AxisNames | None:
+        return tuple(a for a in names if axis_names is None or a in axis_names) or None
 
     def spec(path: KeyPath, x: Leaf) -> P:
         sharding = _devices.sharding_of(x)
         if sharding is not None:
-            return P(*map(of_axis_names, sharding.spec))
+            return P(*map(kept, axes_by_dimension(sharding.spec)))
         # A scalar is replicated, also if it is on no device, such as a Python number.
         if not isinstance(x, jax.Array) and np.shape(x) != ():
             raise ValueError(

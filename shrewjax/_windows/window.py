@@ -187,7 +187,7 @@ class Window:
         if self.nonfinite == "drop_window" or isinstance(is_closing, jax.Array):
             # XLA-32: a flag beside a closing flag, also without "drop_window", where it is True. Otherwise XLA on CUDA
             # holds all gradients of layers in a list (tests/devices/test_scanned_layers.py, "as_they_come").
-            closes = is_closing & ~window_bad
+            closes = is_closing & jnp.logical_not(window_bad)
 
         # 5. Update each leaf in one pass, which also divides if the window is closing. Then add the loss and the noise.
         scale = self._scale(is_closing, sum_of_weights, has_weight)
