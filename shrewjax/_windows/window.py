@@ -186,7 +186,8 @@ class Window:
         closes: Flag = is_closing
         if self.nonfinite == "drop_window" or isinstance(is_closing, jax.Array):
             # XLA-32: a flag beside a closing flag, also without "drop_window", where it is True. Otherwise XLA on CUDA
-            # holds all gradients of layers in a list (tests/devices/test_scanned_layers.py, "as_they_come").
+            # holds all gradients of layers in a list (tests/devices/test_scanned_layers.py, "as_they_come"). No `~`,
+            # which is -1 of a 0 that another wrapper made of the flag (tests/promises/test_compatibility.py).
             closes = is_closing & jnp.logical_not(window_bad)
 
         # 5. Update each leaf in one pass, which also divides if the window is closing. Then add the loss and the noise.
