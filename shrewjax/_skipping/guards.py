@@ -31,7 +31,7 @@ from shrewjax._base.types import (
 from shrewjax._clipping.global_norm import global_norm
 from shrewjax._clipping.units import find_units
 from shrewjax._numerics import floats, histories
-from shrewjax._numerics.reductions import all_finite, finite_leaves
+from shrewjax._numerics.reductions import finite_leaves
 from shrewjax._skipping.wrapping import Step, inner_transformation, update_of_guard
 
 AtLimit = Literal["keep_skipping", "zero_nonfinite"]
@@ -146,11 +146,10 @@ def skip_nonfinite(
     Source: the contract is that of `optax.apply_if_finite`, except at the limit, because Optax applies the NaN there.
     """
     wrapped = inner_transformation(inner)
-    limit: Scalar | None = None
-    if max_consecutive is not None:
-        limit = arguments.real("max_consecutive", max_consecutive, at_least=1)
-    is_repairing = arguments.choice("at_limit", at_limit, get_args(AtLimit)) == "zero_nonfinite"
-    if limit is None and is_repairing:
+    limit = _limit("max_consecutive", max_consecutive, at_least=1)
+    at_limit = arguments.choice("at_limit", at_limit, get_args(AtLimit))
+    is_repairing = at_limit == "zero_nonfinite"
+    if max_consecutive is None and is_repairing:
         raise ValueError(
             f"at_limit={at_limit!r} needs a limit, got max_consecutive=None. Pass max_consecutive"
         )
@@ -170,24 +169,14 @@ def skip_nonfinite(
         return on_mesh_of(params, state)
 
     def decide(step: Step) -> tuple[jax.Array, SkipNonfiniteState]:
+        # 1. Which leaves are finite? Sparse arrays with repeated indices are, too, which `trees.floating` refuses.
         state: SkipNonfiniteState = step.state
-        nonfinite_leaves = state.nonfinite_leaves
-        if per_leaf:
-            grads = step.make_gradients()
-            units = find_units(grads)
-            if units.leaves:
-                require_made_with("per_leaf=True", state, "nonfinite_leaves")
-            counts = units.numbers_beside(nonfinite_leaves)
-            each = finite_leaves(units.leaves, arguments.axes_by_leaf(axes, grads))
-            finite = jnp.all(each)
-            if counts:
-                counts = list(increment_if(~each, jnp.stack(counts)))
-            nonfinite_leaves = units.with_leaves(nonfinite_leaves, counts)
-        else:
-            # Also of sparse arrays with repeated indices, which `trees.floating` refuses.
-            arrays = jax.tree.map_with_path(trees.array_leaf, step.make_gradients())
-            own = arguments.axes_by_leaf(axes, arrays)
-            finite = all_finite([x for x in jax.tree.leaves(arrays) if is_gradient(x)], own)
+        grads = jax.tree.map_with_path(trees.array_leaf, step.make_gradients())
+        leaves = [x for x in jax.tree.leaves(grads) if is_gradient(x)]
+        are_finite = finite_leaves(leaves, arguments.axes_by_leaf(axes, grads))
+        counts = _counted(state, grads, are_finite) if per_leaf else state.nonfinite_leaves
+        # 2. Decide.
+        finite = jnp.all(are_finite)
         consecutive = jnp.where(finite, 0, optax.safe_increment(state.consecutive))
         limit_reached = _reaches(consecutive, limit)
         applied = finite | limit_reached if is_repairing else finite
@@ -197,12 +186,23 @@ def skip_nonfinite(
             consecutive=consecutive,
             limit_reached=limit_reached,
             inner_state=(),
-            nonfinite_leaves=nonfinite_leaves,
+            nonfinite_leaves=counts,
         )
 
     repaired = partial(trees.map_floating, _finite_or_zero) if is_repairing else None
     update_fn = update_of_guard(wrapped, SkipNonfiniteState, decide, repaired)
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _counted(state: SkipNonfiniteState, grads: PyTree, are_finite: jax.Array) -> PyTree:
+    """Returns the state's counts by leaf, one more for each leaf that is not finite."""
+    units = find_units(grads)
+    if not units.leaves:
+        return state.nonfinite_leaves
+    require_made_with("per_leaf=True", state, "nonfinite_leaves")
+    counts = jnp.stack(units.numbers_beside(state.nonfinite_leaves))
+    counts = increment_if(~are_finite, counts)
+    return units.with_leaves(state.nonfinite_leaves, list(counts))
 
 
 def _finite_or_zero(x: Leaf) -> jax.Array:
@@ -317,11 +317,15 @@ def skip_on_spike(
     wrapped = inner_transformation(inner)
     of_norm = arguments.choice("monitor", monitor, get_args(Monitor)) == "grad_norm"
     length = arguments.length("history_length", history_length, default=128)
-    limits = _SpikeLimits(
-        max_zscore=arguments.threshold("max_zscore", max_zscore),
-        warmup_steps=_warmup_steps(warmup_steps, length),
-        **_fixed_limit(max_value, max_consecutive, at_least=0 if of_norm else -math.inf),
-    )
+    max_zscore = arguments.threshold("max_zscore", max_zscore)
+    warmup_steps = arguments.threshold("warmup_steps", warmup_steps)
+    if isinstance(warmup_steps, float) and warmup_steps > length:
+        raise ValueError(
+            f"warmup_steps must be at most history_length, {length}, got {warmup_steps!r}"
+        )
+    _require_both(max_value, max_consecutive)
+    fixed_limit = _limit("max_value", max_value, at_least=0 if of_norm else -math.inf)
+    longest_run = _limit("max_consecutive", max_consecutive, at_least=1)
     axes = arguments.sharded_over(sharded_over)
     # `declared_arguments` finds the parameter `value`, so that `flush` hands it on (tests/windows/test_flush_value.py).
     measure = partial(_norm, axes) if of_norm else _value
@@ -344,14 +348,17 @@ def skip_on_spike(
         state: SkipOnSpikeState = step.state
         measured = measure(step, step.params, **step.extra_args)
         # 2. A spike is above the threshold. It is skipped, unless as many as allowed were skipped in a row.
-        threshold, max_value = limits.threshold(state.history)
+        of_history = _threshold(state.history, max_zscore, warmup_steps)
+        largest, longest = _float32(fixed_limit), _float32(longest_run)
+        threshold = jnp.minimum(of_history, largest)
         finite = jnp.isfinite(measured)
         is_spike = finite & ~(measured <= threshold)
-        run_is_full = limits.is_run_full(state.consecutive)
+        allows_none = ~(longest >= 1)  # also if it is NaN
+        run_is_full = _reaches(state.consecutive, longest) | allows_none
         applied = finite & (~is_spike | run_is_full)
         # 3. Count and record. A measurement that is infinite is not recorded.
         consecutive = jnp.where(applied, 0, increment_if(is_spike, state.consecutive))
-        recorded = jnp.where(measured <= max_value, measured, jnp.inf)
+        recorded = jnp.where(measured <= largest, measured, jnp.inf)
         return applied, SkipOnSpikeState(
             history=histories.push(state.history, recorded),
             measured=measured,
@@ -367,60 +374,32 @@ def skip_on_spike(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-class _SpikeLimits(NamedTuple):
-    """The arguments of `skip_on_spike` that say what a spike is, checked."""
-
-    max_zscore: Scalar
-    warmup_steps: Scalar
-    max_value: Scalar
-    max_consecutive: Scalar
-
-    def threshold(self, history: histories.HistoryState) -> tuple[jax.Array, jax.Array]:
-        """Returns the threshold of both rules, and that of the fixed limit alone."""
-        mean, std = histories.mean_and_std(history)
-        least = jnp.float32(1e-3) * jnp.abs(mean)  # measurements may be alike for long
-        k = _float32(self.max_zscore)
-        # If k is inf, the product is NaN for a deviation of 0.
-        onset = jnp.where(k == jnp.inf, jnp.inf, mean + k * jnp.maximum(std, least))
-        is_on = (history.filled > 0) & _reaches(history.filled, self.warmup_steps)
-        max_value = _float32(self.max_value)
-        return jnp.minimum(jnp.where(is_on, onset, jnp.inf), max_value), max_value
-
-    def is_run_full(self, consecutive: jax.Array) -> jax.Array:
-        """Returns whether as many spikes as allowed were skipped in a row. A NaN allows none."""
-        longest = _float32(self.max_consecutive)
-        return ~((consecutive.astype(jnp.float32) < longest) & (longest >= 1))
+def _threshold(
+    history: histories.HistoryState, max_zscore: Scalar, warmup_steps: Scalar
+) -> jax.Array:
+    """Returns the threshold that the history gives, inf while it is too short."""
+    mean, std = histories.mean_and_std(history)
+    least = jnp.float32(1e-3) * jnp.abs(mean)  # measurements may be alike for long
+    k = _float32(max_zscore)
+    # If k is inf, the product is NaN for a deviation of 0.
+    onset = jnp.where(k == jnp.inf, jnp.inf, mean + k * jnp.maximum(std, least))
+    is_on = (history.filled > 0) & _reaches(history.filled, warmup_steps)
+    return jnp.where(is_on, onset, jnp.inf)
 
 
-def _warmup_steps(value: Number, history_length: int) -> Scalar:
-    steps = arguments.threshold("warmup_steps", value)
-    if isinstance(steps, float) and steps > history_length:
-        raise ValueError(
-            f"warmup_steps must be at most history_length, {history_length}, got {steps!r}"
-        )
-    return steps
-
-
-def _fixed_limit(
-    max_value: Number | None, max_consecutive: Number | None, *, at_least: float
-) -> dict[str, Scalar]:
-    """Returns the fixed limit, which is at least `at_least`, and the longest run of skipped spikes."""
+def _require_both(max_value: Number | None, max_consecutive: Number | None) -> None:
+    given, missing = "max_value", "max_consecutive"
+    if max_value is None:
+        given, missing = missing, given
     if (max_value is None) != (max_consecutive is None):
-        given, missing = (
-            ("max_value", "max_consecutive")
-            if max_consecutive is None
-            else ("max_consecutive", "max_value")
-        )
         raise ValueError(
             f"max_value and max_consecutive must come together, got {given} alone. Pass {missing}"
         )
-    # Nothing exceeds this limit, and no run is long enough.
-    if max_value is None:
-        max_value = max_consecutive = math.inf
-    return {
-        "max_value": arguments.real("max_value", max_value, at_least=at_least),
-        "max_consecutive": arguments.real("max_consecutive", max_consecutive, at_least=1),
-    }
+
+
+def _limit(name: str, value: Number | None, *, at_least: float) -> Scalar:
+    """Returns a limit: inf if it is None, which no number exceeds and no count reaches."""
+    return arguments.real(name, math.inf if value is None else value, at_least=at_least)
 
 
 def _norm(
@@ -447,11 +426,9 @@ def _value(
     return value
 
 
-def _reaches(count: jax.Array, limit: Scalar | None) -> jax.Array:
-    if limit is None:
-        # Never. A constant would lose the mesh axis of models that vmap maps, and the next step would fail
-        # (tests/devices/test_models_on_devices.py).
-        return count != count
+def _reaches(count: jax.Array, limit: Scalar) -> jax.Array:
+    # Also without a limit, inf. A constant would lose the mesh axis of models that vmap maps, and the next step would
+    # fail (tests/devices/test_models_on_devices.py).
     return count.astype(jnp.float32) >= _float32(limit)
 
 

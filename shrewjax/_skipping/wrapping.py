@@ -21,7 +21,7 @@ same results.
 import inspect
 import os
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import dropwhile
 from pathlib import Path
@@ -68,7 +68,8 @@ class Step(NamedTuple):
     make_gradients: Callable[[], optax.Updates]
     state: AnyState
     params: Params
-    extra_args: ExtraArgs  # a mapping: inner may have an argument of any name, such as `runs`
+    # A mapping, because inner may have an argument of any name, such as `runs`.
+    extra_args: ExtraArgs
     as_params: bool  # the result has new parameters, and not updates
     runs: Flag = True  # otherwise parameters and state stay as they are
 
@@ -117,46 +118,40 @@ class Step(NamedTuple):
 StepFn: TypeAlias = Callable[[Step], Result]
 
 
-def first_step(
-    updates: optax.Updates,
-    state: AnyState,
-    params: Params,
-    extra_args: ExtraArgs,
-    *,
-    as_params: bool,
-) -> Step:
+def first_step(updates: PyTree, state: AnyState, params: Params, **others: Any) -> Step:
+    """Returns the step of a call. `others` are the step's other fields."""
     grads = summed(updates)
     # A hyperparameter may be set to a number by hand.
-    return Step(lambda: grads, _without_numbers(state), params, extra_args, as_params)
+    return Step(lambda: grads, _without_numbers(state), params, **others)
 
 
 def run_step(tx: optax.GradientTransformation, step: Step) -> Result:
     step_fn: StepFn | None = getattr(tx.update, "step_fn", None)
-    return step.run_or_skip(partial(_run_innermost, tx, step)) if step_fn is None else step_fn(step)
+    if step_fn is not None:
+        return step_fn(step)
+    return step.run_or_skip(partial(_run_innermost, tx, step))
 
 
 def _run_innermost(tx: optax.GradientTransformation, step: Step) -> Result:
     update = optax.with_extra_args_support(tx).update
     updates, new_state = update(step.make_gradients(), step.state, step.params, **step.extra_args)
     returned = _applied(step.params, updates) if step.as_params else updates
-    structures = {jax.tree.structure(returned), jax.tree.structure(step.params)}
-    if len(structures) == 1:
+    structure: Any = jax.tree.structure(returned)
+    if structure == jax.tree.structure(step.params):
         # An optimizer's state may be sharded finer than parameters (ZeRO), and then its updates are.
         returned = jax.tree.map(partitioned_like, returned, step.params)
     return returned, _without_numbers(new_state)
 
 
-def update_of_wrapper(
-    kind: type, run: StepFn, what_changed: str
-) -> optax.TransformUpdateExtraArgsFn:
+def update_of_wrapper(kind: type, run: StepFn) -> optax.TransformUpdateExtraArgsFn:
     """Returns the `update` function of a wrapper. It calls `run(step)`, or skips the call if a guard outside says so.
 
-    `kind` is the class of its state. `what_changed` begins the error if `run` changes the state's structure.
+    `kind` is the class of its state.
     """
 
     def step_fn(step: Step) -> Result:
         require_state_of(step.state, kind)
-        return step.run_or_skip(partial(run, step), what_changed)
+        return step.run_or_skip(partial(run, step), f"the {kind.__name__} changed")
 
     return _update_by(step_fn)
 
@@ -181,12 +176,9 @@ def update_of_guard(
         idle = jnp.zeros_like(step.state.applied), step.state._replace(inner_state=())
         wrapped_runs, new_state = run_if(step.runs, partial(decide, step), lambda: idle)
         # 2. Pass the decision on, with gradients that are repaired where they are used.
-        for_inner = (
-            step.make_gradients if repaired is None else lambda: repaired(step.make_gradients())
-        )
-        inner_step = step._replace(
-            make_gradients=for_inner, state=step.state.inner_state, runs=wrapped_runs
-        )
+        inner_step = step._replace(state=step.state.inner_state, runs=wrapped_runs)
+        if repaired is not None:
+            inner_step = inner_step._replace(make_gradients=lambda: repaired(step.make_gradients()))
         returned, inner_state = run_step(wrapped, inner_step)
         return returned, new_state._replace(inner_state=inner_state)
 
@@ -197,9 +189,10 @@ def _update_by(step_fn: StepFn) -> optax.TransformUpdateExtraArgsFn:
     """Returns an `update` function, to which `step_fn` is attached for `run_step`."""
 
     def update_fn(
-        updates: optax.Updates, state: AnyState, params: Params = None, **extra_args: Argument
-    ) -> tuple[optax.Updates, AnyState]:
-        return step_fn(first_step(updates, state, params, extra_args, as_params=False))
+        updates: PyTree, state: AnyState, params: Params = None, **extra_args: Argument
+    ) -> Result:
+        step = first_step(updates, state, params, extra_args=extra_args, as_params=False)
+        return step_fn(step)
 
     cast(Any, update_fn).step_fn = step_fn
     return update_fn
@@ -236,50 +229,69 @@ def declared_arguments(tx: optax.GradientTransformation) -> tuple[set[str], bool
     them, and declare what follows `params`. Another function may take any if it has `**extra_args`. So may what it
     makes for `optax.inject_hyperparams`. Factories of Optax call functions of Optax, which are among their globals.
     """
-    names, takes_any, seen = set[str](), False, set[int]()
-    # It grows below, and keeps each object, because another could get its id.
-    todo: list[Any] = [tx.update]
-    for x in todo:
-        if id(x) in seen:
-            continue
-        seen.add(id(x))
-        match x:
-            case types.CodeType():
-                todo += x.co_consts  # functions that it makes
-                taken = x.co_varnames[: x.co_argcount + x.co_kwonlyargcount]
-                if x.co_filename.startswith(_KNOWN):
-                    taken = (*dropwhile(lambda name: name != "params", taken),)
-                else:
-                    takes_any |= bool(x.co_flags & inspect.CO_VARKEYWORDS)
-                # Without `params`, or the first argument, such as `updates`.
-                names.update(taken[1:])
-            case types.FunctionType():
-                free = zip(x.__code__.co_freevars, x.__closure__ or (), strict=True)
-                todo += x.__code__, {k: c.cell_contents for k, c in free if c != _EMPTY}
-            case types.MethodType():
-                todo += x.__func__, getattr(x.__self__, "__dict__", {})
-            case partial():
-                todo += x.func, x.args, x.keywords
-            case Mapping():
-                todo += x.values()
-                if factory := x.get("inner_factory"):  # of optax.inject_hyperparams
-                    code = getattr(factory, "__code__", None)
-                    if code and code.co_filename.startswith(_KNOWN):
-                        named = map(factory.__globals__.get, code.co_names)
-                        todo += filter(inspect.isfunction, named)
-                    else:  # also the loss
-                        takes_any = True
-                        names.add("value")
-            case list() | tuple():
-                todo += x
-            case _ if callable(x) and not isinstance(x, type):
-                called = getattr(x, "__wrapped__", type(x).__call__)
-                todo += called, getattr(x, "__dict__", {})
+    names, takes_any = set[str](), False
+    for x in _reachable(tx.update):
+        if x is _UNKNOWN_FACTORY:
+            takes_any = True
+            names.add("value")
+        elif isinstance(x, types.CodeType):
+            taken = x.co_varnames[: x.co_argcount + x.co_kwonlyargcount]
+            if _is_known(x):
+                taken = (*dropwhile(lambda name: name != "params", taken),)
+            else:
+                takes_any |= bool(x.co_flags & inspect.CO_VARKEYWORDS)
+            # Without `params`, or the first argument, such as `updates`.
+            names.update(taken[1:])
     return names, takes_any
+
+
+def _reachable(function: Any) -> list[Any]:
+    """Returns the function and all that it calls or holds, at any depth."""
+    found, seen = [function], {id(function)}
+    # `found` grows below, and keeps each object, because another could get its id.
+    for x in found:
+        new = [part for part in _parts(x) if id(part) not in seen]
+        seen.update(map(id, new))
+        found += new
+    return found
+
+
+def _parts(x: Any) -> Iterable[Any]:
+    """Returns what an object calls or holds itself."""
+    match x:
+        case types.CodeType():
+            return x.co_consts  # functions that it makes
+        case types.FunctionType():
+            free = zip(x.__code__.co_freevars, x.__closure__ or (), strict=True)
+            return x.__code__, {k: c.cell_contents for k, c in free if c != _EMPTY}
+        case types.MethodType():
+            return x.__func__, getattr(x.__self__, "__dict__", {})
+        case partial():
+            return x.func, x.args, x.keywords
+        case {"inner_factory": factory}:  # of optax.inject_hyperparams
+            code: Any = getattr(factory, "__code__", None)
+            if not _is_known(code):
+                return *x.values(), _UNKNOWN_FACTORY
+            named = map(factory.__globals__.get, code.co_names)
+            return *x.values(), *filter(inspect.isfunction, named)
+        case Mapping():
+            return x.values()
+        case list() | tuple():
+            return x
+        case _ if callable(x) and not isinstance(x, type):
+            called = getattr(x, "__wrapped__", type(x).__call__)
+            return called, getattr(x, "__dict__", {})
+    return ()
+
+
+def _is_known(code: Any) -> bool:
+    """Returns whether a function is one of Optax or of this package."""
+    return getattr(code, "co_filename", "").startswith(_KNOWN)
 
 
 _KNOWN = tuple(f"{x}{os.sep}" for x in (*optax.__path__, Path(__file__).parents[1]))
 _EMPTY = types.CellType()  # of a name that is not bound yet
+_UNKNOWN_FACTORY = object()  # what it makes may take any argument, also the loss
 
 
 def _applied(params: optax.Params, updates: optax.Updates) -> optax.Params:
@@ -296,10 +308,9 @@ def _applied(params: optax.Params, updates: optax.Updates) -> optax.Params:
 
 def _require_agreement(runs: Flag, run: Callable[[], Result]) -> None:
     """Raises if some devices would wait for others in a collective of `run` that these skip."""
-    differs = varying_axes(runs) if isinstance(runs, jax.Array) else frozenset()
-    waiting = sorted(map(repr, differs and differs & axes_of_collectives(run)))
-    if waiting:
-        names = ", ".join(waiting)
+    over = varying_axes(runs)
+    if over and (waiting := over & axes_of_collectives(run)):
+        names = ", ".join(sorted(map(repr, waiting)))
         raise ValueError(
             f"the decision to run inner (flush, accum_steps, micro_step or a guard's) may differ over {names}, where "
             f"inner has a collective. Reduce it over {names}"
@@ -334,8 +345,10 @@ def _without_numbers(state: AnyState) -> AnyState:
     """Returns the state with an array for each Python or NumPy number, so that no step changes its dtype."""
 
     def fixed(x: Leaf) -> Leaf:
-        is_array = isinstance(x, np.ndarray) and x.ndim == 0
-        is_number = is_array or isinstance(x, bool | int | float | complex | np.generic)
+        is_number = isinstance(x, _MAY_BE_NUMBERS) and np.ndim(x) == 0
         return jnp.array(x, jnp.asarray(x).dtype) if is_number else x
 
     return jax.tree.map(fixed, state)
+
+
+_MAY_BE_NUMBERS = bool | int | float | complex | np.generic | np.ndarray

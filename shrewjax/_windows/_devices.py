@@ -22,6 +22,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -38,9 +39,16 @@ from shrewjax._base.axes import (
     sum_over_others,
     varying_axes,
 )
-from shrewjax._base.mesh import context_mesh, is_traced, spec_of_result
+from shrewjax._base.mesh import (
+    context_mesh,
+    explicit_axes,
+    is_traced,
+    partitioned_like,
+    spec_of_result,
+)
 from shrewjax._base.trees import is_gradient, leaf_name
 from shrewjax._base.types import (
+    AnyState,
     ArrayTree,
     Axes,
     AxisNames,
@@ -76,39 +84,35 @@ class Devices:
         return partial(_zero_rows, self.axes, _mesh_of(params, self.axes))
 
     def checked(
-        self,
-        grads: PyTree,
-        weight: Scalar,
-        value: Number | None,
-        gradient_sum: ArrayTree,
-        sum_of_weights: jax.Array,
-    ) -> tuple[ArrayTree, Scalar | None]:
-        """Returns a micro-batch as arrays, those of a device with its row. Its weight is checked already.
+        self, grads: PyTree, weight: Scalar, value: Number | None, state: AnyState
+    ) -> tuple[ArrayTree, jax.Array | None]:
+        """Returns a micro-batch's gradients and loss as arrays, those of a device with its row.
 
-        Raises unless it fits the sums, and unless what the devices share is the same on all of them.
+        Its weight is checked already. Raises unless all fit the state, and unless devices share weight and loss.
         """
         require_sum_over("accumulation", self.given)
-        grads = checked_gradients(self._own_rows(grads), gradient_sum, self._remedy_of_shape)
-        jax.tree.map_with_path(_require_type_of_sum, gradient_sum, grads)
+        grads = checked_gradients(self._own_rows(grads), state.gradient_sum, self._remedy_of_shape)
+        like = state.sum_of_weights
+        loss = None
         if value is not None:
-            value = arguments.value_of_loss(value, {(), sum_of_weights.shape})
+            loss = jnp.asarray(arguments.value_of_loss(value, {(), like.shape}))
         if not self.axes:
-            for name, x in {"weight": weight, "value": value}.items():
-                if isinstance(x, jax.Array) and newly_varying(x, sum_of_weights):
+            for name, x in {"weight": weight, "value": loss}.items():
+                if isinstance(x, jax.Array) and newly_varying(x, like):
                     require_replicated(name, x)
-        return grads, value
+        return grads, loss
 
     def is_nonfinite(self, grads: ArrayTree, is_kept: Flag, varies_like: jax.Array) -> jax.Array:
         """Returns whether gradients that are kept contain a NaN or an infinity, on any device."""
         leaves = jax.tree.leaves(grads)
+        if self.axes:
+            of_rows = ~all_finite(leaves, [()] * len(leaves), unit_dims=(0,))
+            return any_device(jnp.any(is_kept & of_rows), self.axes)
         own_axes = self._own_axes(varies_like)
-        if not self.axes:
-            # Untracked types do not tell, so `sharded_over` does. Without it, () means a model on each device.
-            told = self.given if self.sharded_over is None else self.sharded_over
-            axes = axes_beside(leaves, own_axes) if own_axes else told
-            return is_kept & ~all_finite(leaves, axes)
-        is_nonfinite = jnp.any(is_kept & ~all_finite(leaves, [()] * len(leaves), unit_dims=(0,)))
-        return any_device(is_nonfinite, self.axes)
+        # Untracked types do not tell, so `sharded_over` does. Without it, () means a model on each device.
+        told = self.given if self.sharded_over is None else self.sharded_over
+        axes = axes_beside(leaves, own_axes) if own_axes else told
+        return is_kept & ~all_finite(leaves, axes)
 
     def _own_axes(self, varies_like: jax.Array) -> AxisNames:
         """Returns, without `sum_over`, the axes over which a window's number varies: each device has its own window."""
@@ -132,29 +136,18 @@ class Devices:
     def total(
         self, numbers: Sequence[jax.Array], gradient_sum: ArrayTree
     ) -> tuple[list[jax.Array], ArrayTree]:
-        """Returns the sums of all devices, in one collective. The first number is the weight.
+        """Returns the sums of all devices, in one collective. Of numbers, each device has one, in its row.
 
-        Numbers are scalars or vectors of a device, in its row if gradients have one. They are added in the weight's
-        dtype.
+        The first is the weight, in whose dtype all are added.
         """
-        # Inside shard_map, numbers of shapes (1,), (1,), (1,) and (1, 3) become one array of shape (1, 6).
-        sum_of_weights = numbers[0]
-        vectors = [x if x.ndim > sum_of_weights.ndim else x[..., None] for x in numbers]
-        together = jnp.concatenate([x.astype(sum_of_weights.dtype) for x in vectors], axis=-1)
-        leaves, treedef = jax.tree.flatten(gradient_sum)
-        totals = device_sums([together, *filter(is_gradient, leaves)], self.axes)
-        of_numbers, of_leaves = iter(totals[0]), iter(totals[1:])
-
-        def number(x: jax.Array) -> jax.Array:
-            if x.ndim == sum_of_weights.ndim:
-                return next(of_numbers).astype(x.dtype)
-            return jnp.stack([next(of_numbers).astype(x.dtype) for _ in range(x.shape[-1])])
-
-        of_devices = [number(x) for x in numbers]
-        require_replicated("weight, summed over sum_over,", of_devices[0])
-        return of_devices, jax.tree.unflatten(
-            treedef, [next(of_leaves) if is_gradient(x) else x for x in leaves]
-        )
+        together = jnp.stack([x.astype(numbers[0].dtype) for x in numbers], axis=-1)
+        leaves = filter(is_gradient, jax.tree.leaves(gradient_sum))
+        of_numbers, *of_leaves = device_sums([together, *leaves], self.axes)
+        totals = optax.tree.cast_like([*of_numbers], [*numbers])
+        require_replicated("weight, summed over sum_over,", totals[0])
+        rest = iter(of_leaves)
+        whole = jax.tree.map(lambda x: next(rest) if is_gradient(x) else x, gradient_sum)
+        return totals, whole
 
     def emptied(self, gradient_sum: ArrayTree, total: ArrayTree, average: ArrayTree) -> ArrayTree:
         """Returns rows for the state of a closed window, whose values nobody reads. Reuses other arrays if it can."""
@@ -162,25 +155,20 @@ class Devices:
         # parameters' size. Inside `shard_map` a TPU would keep the total, too (tests/devices/test_accelerators.py,
         # "sends_gradients_once"), and outside of it an H100 the average (tests/devices/test_rows_compiled.py).
         reused = average if is_mapped(self.axes) else total
-        return jax.tree.map(
-            lambda rows, x: self._as_rows(x, rows) if is_gradient(rows) else rows,
-            gradient_sum,
-            reused,
-        )
+        return jax.tree.map(self._as_rows, reused, gradient_sum)
 
     def _as_rows(self, x: jax.Array, rows: jax.Array) -> jax.Array:
         """Returns an array in each row, on the row's device, or the rows if no context tells their devices."""
         axes = self.axes
+        if not is_gradient(rows):
+            return rows
         if is_mapped(axes):
             return as_varying(x[None], axes)
-        mesh = jax.sharding.get_abstract_mesh()
-        kinds = {
-            kind for a, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if a in axes
-        }
         copies = jnp.broadcast_to(x[None], rows.shape)
-        if kinds == {AxisType.Explicit}:
-            return jax.sharding.reshard(copies, jax.typeof(rows).sharding.spec)
-        if kinds and {*mesh.axis_types} == {AxisType.Auto}:
+        if {*axes} <= explicit_axes(rows):
+            return partitioned_like(copies, rows)
+        mesh = jax.sharding.get_abstract_mesh()
+        if {*axes} <= {*mesh.axis_names} and {*mesh.axis_types} == {AxisType.Auto}:
             spec = P(axes, *[P.UNCONSTRAINED] * x.ndim)
             return jax.lax.with_sharding_constraint(copies, spec)
         return rows
@@ -192,10 +180,26 @@ class Devices:
         return jax.tree.map(lambda g: jax.ShapeDtypeStruct(g.shape[1:], g.dtype), grads)
 
     def _own_rows(self, grads: ArrayTree) -> ArrayTree:
-        """Returns gradients inside `shard_map` as this device's rows. Otherwise they have rows, or need none."""
-        if not self.axes or not is_mapped(self.axes):
+        """Returns gradients inside `shard_map` as this device's rows. Otherwise they have rows, or need none.
+
+        Raises if one is already reduced over one of the axes, over which the closing window would sum it again.
+        """
+        axes = self.axes
+        if not axes or not is_mapped(axes):
             return grads
-        return jax.tree.map_with_path(partial(_own_row, self.axes), grads)
+
+        def own_row(path: KeyPath, grad: Leaf) -> Leaf:
+            if not is_gradient(grad):
+                return grad
+            if reduced := replicated_axes(grad, axes):
+                raise ValueError(
+                    f"gradient leaf {leaf_name(path)} is already reduced over {', '.join(map(repr, reduced))} of "
+                    f"sum_over={axes!r}. Pass jax.lax.pcast(params, {axes!r}, to='varying') to the loss. Or "
+                    f"{sum_over_others(axes, reduced)}"
+                )
+            return grad[None]
+
+        return jax.tree.map_with_path(own_row, grads)
 
     def _remedy_of_shape(self, given: tuple[int, ...], expected: tuple[int, ...]) -> str:
         axes = self.axes
@@ -217,41 +221,12 @@ class Devices:
         return "Pass gradients of the parameters that init got. Or call init with the parameters of these gradients"
 
 
-def _own_row(axes: AxisNames, path: KeyPath, grad: Leaf) -> Leaf:
-    """Returns this device's gradient as a row, with a first axis of size 1.
-
-    Raises if it is already reduced over one of the axes, over which the closing window would sum it again.
-    """
-    if not is_gradient(grad):
-        return grad
-    reduced = replicated_axes(grad, axes)
-    if reduced:
-        raise ValueError(
-            f"gradient leaf {leaf_name(path)} is already reduced over {', '.join(map(repr, reduced))} of "
-            f"sum_over={axes!r}. Pass jax.lax.pcast(params, {axes!r}, to='varying') to the loss. Or "
-            f"{sum_over_others(axes, reduced)}"
-        )
-    return grad[None]
-
-
-def _require_type_of_sum(path: KeyPath, total: jax.Array, grad: Leaf) -> None:
-    """Raises if a gradient may differ between devices, and its sum may not.
-
-    The sum's type would change, and JAX would raise at the end of a loop or a branch.
-    """
-    if along := grad is not None and newly_varying(grad, total):
-        raise ValueError(
-            f"gradient leaf {leaf_name(path)} may differ over {along}, but its parameter does "
-            f"not. Pass jax.lax.pmean(grads, {along}). Or pass sum_over={along}"
-        )
-
-
 def _mesh_of(params: ArrayTree, axes: AxisNames) -> Mesh | AbstractMesh | None:
     """Returns a mesh that has the axes: the parameters' or the context's. None if the axes are mapped here."""
     if is_mapped(axes):
         return None
     leaves = [x for x in jax.tree.leaves(params) if hasattr(x, "dtype")]
-    meshes = [sharding.mesh for sharding in map(sharding_of, leaves) if sharding is not None]
+    meshes = [s.mesh for s in map(sharding_of, leaves) if s is not None]
     # Optax calls `init` with placeholders for parameters, which have no leaves and need no mesh.
     context = jax.sharding.get_abstract_mesh() if is_traced(params) else context_mesh()
     for mesh in (*meshes, context):
@@ -274,7 +249,7 @@ def _zero_rows(
     """
     sharding = sharding_of(like)
     spec = () if sharding is None else sharding.spec
-    over = {a for names in axes_by_dimension(spec) for a in names} if mesh else varying_axes(like)
+    over = varying_axes(like).union(*axes_by_dimension(spec))
     if over & set(axes):
         raise ValueError(
             f"parameter {name} must not be sharded over sum_over={axes!r}. Leave out sum_over under jax.jit. Inside "
@@ -321,4 +296,5 @@ def expand_like(per_row: jax.Array, rows: jax.Array) -> jax.Array:
 def sharding_of(x: Leaf) -> NamedSharding | None:
     """Returns the `NamedSharding` of an array over a mesh with axes, otherwise None."""
     sharding = jax.typeof(x).sharding if is_traced(x) else getattr(x, "sharding", None)
-    return sharding if isinstance(sharding, NamedSharding) and sharding.mesh.axis_names else None
+    is_on_mesh = isinstance(sharding, NamedSharding) and sharding.mesh.axis_names
+    return sharding if is_on_mesh else None

@@ -13,6 +13,7 @@ q is kept at three scales, `_SCALES`, because the square of a norm above 1e19 or
 float32. A closing window takes the scale at which q is in range.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -21,8 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from shrewjax._base import arguments
 from shrewjax._base.states import described, increment_if
-from shrewjax._base.types import Flag, Metrics, Scalar
+from shrewjax._base.types import DType, Flag, Metrics, Number, Scalar
 from shrewjax._numerics import floats, histories
 from shrewjax._numerics.floats import ExtendedFloat
 from shrewjax._numerics.norms import RANGE
@@ -60,20 +62,16 @@ class NoiseState(NamedTuple):
 FOR_AN_OPEN_WINDOW = "(n := tx.init(params).noise)._replace(square_sums=n.square_sums + jnp.nan)"
 
 
-class WindowSums(NamedTuple):
-    square_sums: jax.Array  # (3,): at three scales
-    kept: jax.Array
-    sum_of_weights: jax.Array
+def checked_decay(value: Number) -> Scalar:
+    """Returns a decay below 1, also in float32, in which 1 would make every average NaN."""
+    return arguments.real("noise_decay", value, at_least=0, at_most=1 - 2.0**-24)
 
 
-def empty(square_sums: jax.Array, kept: jax.Array) -> NoiseState:
-    """Returns the state before the first window, with these zeros as its sums.
-
-    They are passed in, because with `sum_over` they have a row for each device. The others are the same on all.
-    """
+def empty(zeros: Callable[[tuple[int, ...], DType], jax.Array]) -> NoiseState:
+    """Returns the state before the first window. `zeros` makes the sums, which may have a row for each device."""
     return NoiseState(
-        square_sums=square_sums,
-        kept=kept,
+        square_sums=zeros((len(_SCALES),), jnp.float32),
+        kept=zeros((), jnp.float32),
         recorded=jnp.zeros((), jnp.int32),
         noise_trace=jnp.zeros((), jnp.float32),
         signal=jnp.zeros((), jnp.float32),
@@ -104,8 +102,14 @@ def added(
     )
 
 
-def closed(state: NoiseState, sums: WindowSums, norm: ExtendedFloat, decay: Scalar) -> NoiseState:
-    """Returns the state after a window whose average has this norm.
+def closed(
+    state: NoiseState,
+    totals: NoiseState,
+    sum_of_weights: jax.Array,
+    norm: ExtendedFloat,
+    decay: Scalar,
+) -> NoiseState:
+    """Returns the state after a window whose average has this norm. `totals` has its sums over all devices.
 
     1. Has the window an estimate? It needs two micro-batches, a weight, and finite norms.
     2. Take its norms in one unit with the averages.
@@ -114,30 +118,28 @@ def closed(state: NoiseState, sums: WindowSums, norm: ExtendedFloat, decay: Scal
     5. Choose the unit of the new averages. Without an estimate, the state stays.
     """
     # 1. Has it an estimate?
-    root = _norm_of(sums.square_sums)
-    weight = sums.sum_of_weights.astype(jnp.float32)
-    has_estimate = (sums.kept >= 2) & (weight > 0) & jnp.isfinite(weight)
+    root = _norm_of(totals.square_sums)
+    weight = sum_of_weights.astype(jnp.float32)
+    has_estimate = (totals.kept >= 2) & (weight > 0) & jnp.isfinite(weight)
     has_estimate &= jnp.isfinite(root.mantissa) & jnp.isfinite(norm.mantissa)
+    # Otherwise the numbers below are computed of zeros, and not used.
     weight = jnp.where(has_estimate, weight, 1)
+    nothing = ExtendedFloat(jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32))
+    root, norm = optax.tree.where(has_estimate, (root, norm), (nothing, nothing))
 
     # 2. All squares come in the unit 4**exponent, which holds the largest of them, so that none leaves the range.
-    window_exponent = jnp.where(has_estimate, jnp.maximum(root.exponent, norm.exponent), 0)
+    window_exponent = jnp.maximum(root.exponent, norm.exponent)
     old_exponent = jnp.where(state.recorded > 0, state.exponent, window_exponent)
     exponent = jnp.maximum(window_exponent, old_exponent)
-
-    def in_unit(x: ExtendedFloat) -> jax.Array:
-        mantissa = jnp.where(has_estimate, x.mantissa.astype(jnp.float32), 0)
-        return floats.times_power_of_two(
-            mantissa, jnp.where(has_estimate, x.exponent, 0) - exponent
-        )
-
-    root_q, average = in_unit(root), in_unit(norm)
+    root_q, average = (
+        floats.times_power_of_two(x.mantissa.astype(jnp.float32), x.exponent - exponent)
+        for x in (root, norm)
+    )
 
     # 3. S is computed as a product, because the difference of the squares would lose the last digits twice.
     weighted_average = jnp.sqrt(weight) * average
-    trace = (
-        (root_q - weighted_average) * (root_q + weighted_average) / jnp.maximum(sums.kept - 1, 1)
-    )
+    product = (root_q - weighted_average) * (root_q + weighted_average)
+    trace = product / jnp.maximum(totals.kept - 1, 1)
     signal = jnp.square(average) - trace / weight
 
     # 4. The share makes the average over n windows that of exponential weights, corrected for its start.

@@ -9,7 +9,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import chex
 import jax
@@ -22,7 +22,6 @@ from shrewjax._base.branches import run_if
 from shrewjax._base.flax_names import is_of_nnx
 from shrewjax._base.mesh import is_traced, on_mesh_of
 from shrewjax._base.states import (
-    increment_if,
     nodes_in,
     note,
     require_one_window,
@@ -48,6 +47,7 @@ from shrewjax._base.types import (
 from shrewjax._numerics import floats
 from shrewjax._programs.lost_scatters import warn_of_lost_scatters
 from shrewjax._skipping.wrapping import (
+    Result,
     Step,
     declared_arguments,
     first_step,
@@ -63,7 +63,12 @@ from shrewjax._windows.window import (
     Window,
     checked_weight,
 )
-from shrewjax._windows.window_state import WINDOW_STATES, AccumulateState, Measured
+from shrewjax._windows.window_state import (
+    WINDOW_STATES,
+    AccumulateState,
+    after_average,
+    measured,
+)
 
 
 def accumulate(
@@ -199,11 +204,8 @@ def accumulate(
         note(state.micro_step, reduction=reduction, nonfinite=nonfinite)
         return state
 
-    add_and_run = partial(_add_and_run, window, wrapped)
-    return Accumulation(
-        init_fn,
-        update_of_wrapper(AccumulateState, add_and_run, "the accumulation's state changed"),
-    )
+    update_fn = update_of_wrapper(AccumulateState, partial(_add_and_run, window, wrapped))
+    return Accumulation(init_fn, update_fn)
 
 
 class Accumulation(optax.GradientTransformationExtraArgs):
@@ -212,52 +214,46 @@ class Accumulation(optax.GradientTransformationExtraArgs):
 
 def _add_and_run(
     window: Window, inner: optax.GradientTransformationExtraArgs, step: Step
-) -> tuple[PyTree, AccumulateState]:
+) -> Result:
     """Adds a micro-batch to the window, and runs inner on the average if that closes it."""
     # 1. Take the window's arguments from those of inner, and check them.
     _check_names(inner, step.extra_args)
     state: AccumulateState = step.state
-    inner_args = {"weight": 1, "flush": False, "value": None, **step.extra_args}
-    weight, flushes, value = (inner_args.pop(name) for name in ("weight", "flush", "value"))
-    weight = checked_weight(weight, state)
+    inner_args = {**step.extra_args}
+    weight = checked_weight(inner_args.pop("weight", 1), state)
+    value = inner_args.pop("value", None)
     grads = trees.gradient_arrays(step.make_gradients())
-    is_flushed = arguments.flag("flush", flushes)
+    flushes = arguments.flag("flush", inner_args.pop("flush", False))
     warn_of_lost_scatters(grads)
-    # A call of weight 0, such as `flush`, needs no value. Inner then gets the window's mean, if it declares `value`.
-    adds_nothing = isinstance(weight, float) and weight == 0
-    takes_value = value is not None or (adds_nothing and "value" in declared_arguments(inner)[0])
+    takes_value = value is not None
+    if isinstance(weight, float) and weight == 0:
+        # A call that adds nothing, such as `flush`, needs no value. Inner gets the window's mean if it declares one.
+        takes_value |= "value" in declared_arguments(inner)[0]
 
     # 2. Add the micro-batch.
-    added = window.advance(state, grads, weight, value, flush=is_flushed, when_full=True)
+    added = window.advance(state, grads, weight, value, flush=flushes, when_full=True)
 
     # 3. Run inner if the window closes.
     like = window.devices.like_total(grads)
     inner_step = step._replace(state=state.inner_state, extra_args=inner_args)
-    step_on = partial(_step_on, like, takes_value)
-    run = _run_on_total if window.is_partial else _run_on_average
-    returned, after = run(window, added, inner, inner_step, step_on)
-
-    # 4. Put the new state together.
-    windows = increment_if(after.applied, state.windows)
-    new_state = added.state._replace(
-        windows=windows,
-        inner_state=after.inner_state,
-        applied=after.applied,
-        gradient_sum=after.gradient_sum,
-        **after.measured._asdict(),
-    )
+    run_inner = partial(_run_inner, inner, like, takes_value, inner_step)
+    if window.is_partial:
+        returned, new_state = _run_on_total(window, added, inner_step, run_inner)
+    else:
+        returned, new_state = _run_on_average(window, added, run_inner)
     return _with_integers(returned, like, state.gradient_sum, step), new_state
 
 
-def _step_on(
+def _run_inner(
+    inner: optax.GradientTransformation,
     like: ArrayTree,
     takes_value: bool,
     step: Step,
     gradients: ArrayTree,
     mean_loss: jax.Array,
     runs: Flag,
-) -> Step:
-    """Returns the wrapped optimizer's step on the window's average and mean loss, from its step on a micro-batch.
+) -> Result:
+    """Runs inner on the window's average and mean loss. `step` is inner's step on the last micro-batch.
 
     `gradients` are the average in the sums' dtypes. `like` has those of the call, whose dtypes the average gets.
     """
@@ -270,11 +266,14 @@ def _step_on(
         extra_args["value"] = mean_loss
     value_fn = extra_args.get("value_fn")
     if value_fn is not None and nodes_in(step.state, _LINE_SEARCHES):
-        value_there = partial(_value_at_params, value_fn, params, extra_args, mean_loss)
+        of_call = step.extra_args
+        value_there = partial(_value_at_params, value_fn, params, of_call, mean_loss)
         extra_args["value"] = run_if(runs, value_there, lambda: mean_loss)
     if extra_args.get("grad") is not None:
         extra_args["grad"] = make_gradients()
-    return step._replace(make_gradients=make_gradients, extra_args=extra_args, runs=runs)
+    # 3. Inner runs if the window closes.
+    step = step._replace(make_gradients=make_gradients, extra_args=extra_args, runs=runs)
+    return run_step(inner, step)
 
 
 _LINE_SEARCHES = optax.ScaleByBacktrackingLinesearchState, optax.ScaleByZoomLinesearchState
@@ -289,77 +288,54 @@ def _value_at_params(
     search that began with the window's mean would stop, or step away (tests/windows/test_accumulate.py,
     "last_micro_batch").
     """
-    names = inspect.signature(value_fn).parameters.keys() - {"value", "grad", "value_fn"}
+    names = inspect.signature(value_fn).parameters.keys() - {"grad", "value_fn"}
     given = {name: x for name, x in extra_args.items() if name in names}
     return jnp.asarray(value_fn(params, **given)).astype(mean_loss.dtype)
 
 
-StepOn: TypeAlias = Callable[[Step, ArrayTree, jax.Array, Flag], Step]
-"""The type of `_step_on` without its first two arguments."""
+RunInner: TypeAlias = Callable[[ArrayTree, jax.Array, Flag], Result]
+"""Runs inner on a window's average and mean loss, if the flag is set. Returns what it returns, and its state."""
 
 
-class _After(NamedTuple):
-    inner_state: AnyState
-    applied: jax.Array
-    gradient_sum: ArrayTree
-    measured: Measured
-
-
-def _run_on_average(
-    window: Window,
-    added: Advanced,
-    inner: optax.GradientTransformation,
-    step: Step,
-    step_on: StepOn,
-) -> tuple[PyTree, _After]:
+def _run_on_average(window: Window, added: Advanced, run_inner: RunInner) -> Result:
     """Runs inner if the window closes. `added` has the averaged gradients, so inner itself branches (XLA-2)."""
-    state = added.state
-    gradients, applied = state.gradient_sum, jnp.asarray(added.has_average)
-    before = Measured.of(state)
-    if before.noise:  # in a branch, because the norm of the average takes a pass
-        measured = run_if(
-            added.has_average, lambda: Measured.of(window.average(added)), lambda: before
-        )
-    else:
-        measured = optax.tree.where(applied, Measured.of(window.average(added)), before)
-    returned, inner_state = run_step(
-        inner, step_on(step, gradients, measured.loss, added.has_average)
-    )
-    return returned, _After(inner_state, applied, gradients, measured)
+    state: AccumulateState = added.state
+    runs = added.closes & added.has_weight
+    applied = jnp.asarray(runs)
+    # Only the noise is measured in a branch, because the norm of the average takes a pass.
+    measures = runs if state.noise else True
+    new = run_if(measures, lambda: measured(window.average(added)), lambda: measured(state))
+    state = after_average(state, new, applied)
+    returned, inner_state = run_inner(state.gradient_sum, state.loss, runs)
+    return returned, state._replace(applied=applied, inner_state=inner_state)
 
 
-def _run_on_total(
-    window: Window,
-    added: Advanced,
-    inner: optax.GradientTransformation,
-    step: Step,
-    step_on: StepOn,
-) -> tuple[PyTree, _After]:
+def _run_on_total(window: Window, added: Advanced, inner_step: Step, run_inner: RunInner) -> Result:
     """Runs inner if the window closes, in one branch with the total of its partial sums.
 
     Two guards inside would otherwise branch three times, and each branch would take the total again.
     """
-    state = added.state
-    before = Measured.of(state)
+    still_open: AccumulateState = added.state._replace(applied=jnp.zeros((), bool))
 
-    def total_and_run() -> tuple[PyTree, _After]:
+    def total_and_run() -> Result:
         # 1. Take the total, and run inner.
         average = window.average(added)
-        ran = run_step(inner, step_on(step, average.gradients, average.loss, True))
-        measured = Measured.of(average)
-        if average.total_has_weight is not True:
+        ran = run_inner(average.gradients, average.loss, True)
+        applied = jnp.asarray(average.has_weight)
+        if average.has_weight is not True:
             # 2. Without a weight, take back what inner did. XLA-2: select, because XLA copies parameters in a branch
             # within a branch on CUDA (tests/devices/test_accelerators.py, "closing_calls_alone").
-            ran = optax.tree.where(average.total_has_weight, ran, step.skipped(ran[0]))
-            measured = optax.tree.where(average.total_has_weight, measured, before)
-        sums = added.state.gradient_sum
-        emptied = window.devices.emptied(sums, average.total, average.gradients)
-        return ran[0], _After(ran[1], jnp.asarray(average.total_has_weight), emptied, measured)
+            ran = optax.tree.where(applied, ran, inner_step.skipped(ran[0]))
+        # 3. Put the new state together.
+        returned, inner_state = ran
+        state = after_average(still_open, measured(average), applied)
+        sums = window.devices.emptied(state.gradient_sum, average.total, average.gradients)
+        state = state._replace(applied=applied, inner_state=inner_state, gradient_sum=sums)
+        return returned, state
 
-    # 3. One branch returns all. Its step's state is the `_After` of a step that is skipped, so `run_or_skip` returns
-    # that if the window stays open.
-    skipped = _After(step.state, jnp.zeros((), bool), state.gradient_sum, before)
-    return step._replace(state=skipped, runs=added.has_average).run_or_skip(total_and_run)
+    # One branch returns all. If the window stays open, `run_or_skip` returns the step's state.
+    total_step = inner_step._replace(state=still_open, runs=added.closes)
+    return total_step.run_or_skip(total_and_run)
 
 
 def _as_gradients(
@@ -377,21 +353,21 @@ def _as_gradients(
         if not given:
             return x
         if not is_gradient(given[0]):
-            return _zero_like(given[0])
+            return _zero_like(given[0])  # of an integer parameter, or float0
         if grad is None and not is_strict:
             given.append(x)
         target = floats.wider_dtype(*filter(is_gradient, given))
-        return x if floats.is_complex(x) and target.kind != "c" else x.astype(target)
+        if floats.is_complex(x) and target.kind != "c":
+            return x
+        return x.astype(target)
 
-    with_params = () if params is None else (params,)
-    return jax.tree.map(cast, gradients, like, *with_params)
+    if params is None:
+        return jax.tree.map(cast, gradients, like)
+    return jax.tree.map(cast, gradients, like, params)
 
 
 def _with_integers(
-    returned: ArrayTree,
-    like: ArrayTree,
-    gradient_sum: ArrayTree,
-    step: Step,
+    returned: ArrayTree, like: ArrayTree, gradient_sum: ArrayTree, step: Step
 ) -> ArrayTree:
     """Returns updates with zeros, or new parameters with the old ones, in the leaves that are no gradients.
 
@@ -413,13 +389,16 @@ def _with_integers(
             return _zero_like(grad)
         return jax.tree.map(_zero_like, new if old is None else jnp.asarray(old))
 
-    news_and_olds = (returned,) if step.params is None else (returned, step.params)
-    return jax.tree.map(keep, gradient_sum, like, *news_and_olds)
+    if step.params is None:
+        return jax.tree.map(keep, gradient_sum, like, returned)
+    return jax.tree.map(keep, gradient_sum, like, returned, step.params)
 
 
 def _zero_like(x: Leaf) -> Leaf:
     """Returns zeros of the same shape and dtype. JAX has no float0 arrays, so those are NumPy's."""
-    return np.zeros(x.shape, x.dtype) if x.dtype == jax.dtypes.float0 else jnp.zeros_like(x)
+    if x.dtype == jax.dtypes.float0:
+        return np.zeros(x.shape, x.dtype)
+    return jnp.zeros_like(x)
 
 
 def _check_names(inner: optax.GradientTransformation, extra_args: ExtraArgs) -> None:
@@ -431,14 +410,16 @@ def _check_names(inner: optax.GradientTransformation, extra_args: ExtraArgs) -> 
         return  # a line search hands it the caller's own names, and raises at those that it does not take
     for name in extra_args.keys() - {"weight", "flush", "value"}:
         # 0.8 finds swapped, doubled and missing letters, and a plural.
-        meant = difflib.get_close_matches(name.lower(), ("weight", "flush"), cutoff=0.8)
-        other = {"loss": "value", "last": "flush"}.get(name)
-        is_fine = not meant and (other is None or other in extra_args)
-        if is_fine or name in declared_arguments(inner)[0]:
+        own = ("weight", "flush")
+        misspelled = difflib.get_close_matches(name.lower(), own, cutoff=0.8)
+        meant = next(iter(misspelled), {"loss": "value", "last": "flush"}.get(name))
+        if meant is None or name in declared_arguments(inner)[0]:
             continue
-        if meant:
-            raise ValueError(f"{name}= is no argument of accumulate. Pass {meant[0]}=")
-        warnings.warn(f"{name}= is no argument of accumulate. Pass {other}=", stacklevel=2)
+        message = f"{name}= is no argument of accumulate. Pass {meant}="
+        if misspelled:
+            raise ValueError(message)
+        if meant not in extra_args:
+            warnings.warn(message, stacklevel=2)
 
 
 _NESTED = "Multiply the accum_steps instead of nesting accumulations"
@@ -503,9 +484,9 @@ def apply_gradients(
         )
     if params is None:
         raise ValueError("params must be the parameters, got None. Pass them after the state")
-    if isinstance(grads, tuple) and [*map(jax.tree.structure, grads[1:])] == [
-        jax.tree.structure(params)
-    ]:
+    structure: Any = jax.tree.structure(params)
+    is_pair = isinstance(grads, tuple) and len(grads) == 2
+    if is_pair and structure == jax.tree.structure(grads[1]):
         raise ValueError(
             "grads must be a tree like params, got a pair, such as (value, grads). Pass its second element"
         )
@@ -513,15 +494,17 @@ def apply_gradients(
     # `parameter_arrays` leaves integer NumPy arrays alone. Outside of jit, a skipped step would otherwise return the
     # caller's own, which then share memory (tests/promises/test_train_steps.py, "returns_jax_arrays_too").
     params = jax.tree.map(jnp.asarray, trees.parameter_arrays(params))
-    return run_step(tx, first_step(grads, opt_state, params, extra_args, as_params=True))
+    step = first_step(grads, opt_state, params, extra_args=extra_args, as_params=True)
+    return run_step(tx, step)
 
 
 def _require_taken(
     tx: optax.GradientTransformation, opt_state: AnyState, extra_args: ExtraArgs
 ) -> None:
     """Raises if no transformation in `tx` takes an extra argument. Any may get the loss and its gradient."""
-    has_window = isinstance(tx, Accumulation) or _windows_in(opt_state)
-    taken = {"value", "grad", *(("weight", "flush") if has_window else ())}
+    taken = {"value", "grad"}
+    if isinstance(tx, Accumulation) or _windows_in(opt_state):
+        taken |= {"weight", "flush"}
     if extra_args.keys() <= taken:
         return
     names, takes_any = declared_arguments(tx)
@@ -630,24 +613,26 @@ def check_window(opt_state: AnyState, accum_steps: int, *, weight: Number = 1) -
     windows = _windows_in(opt_state)
     if not windows:
         raise ValueError("opt_state must contain a window of accumulate or GradAccumulator")
-    in_range = arguments.is_weight(jnp.asarray(weight, dtype=float))
-    _assert_values(in_range, f"weight must be {arguments.RANGE_OF_WEIGHTS}", weight)
+    _assert_weight("weight", weight)
     for window in windows:
+        _assert_weight("sum_of_weights", window.sum_of_weights)
         longest = accum_steps - isinstance(window, AccumulateState)
         in_range = (window.micro_step >= 0) & (window.micro_step <= longest)
-        what = f"micro_step must be between 0 and {longest}, for accum_steps={accum_steps}"
+        what = f"micro_step must be between 0 and {longest}, for {accum_steps=}"
         _assert_values(in_range, what, window.micro_step)
-        in_range = arguments.is_weight(window.sum_of_weights)
-        what = f"sum_of_weights must be {arguments.RANGE_OF_WEIGHTS}"
-        _assert_values(in_range, what, window.sum_of_weights)
 
 
 def _windows_in(opt_state: AnyState) -> list[AnyState]:
     return nodes_in(without_variables(opt_state), WINDOW_STATES)
 
 
+def _assert_weight(name: str, weight: Number) -> None:
+    in_range = arguments.is_weight(jnp.asarray(weight, dtype=float))
+    _assert_values(in_range, f"{name} must be {arguments.RANGE_OF_WEIGHTS}", weight)
+
+
 def _assert_values(is_valid: Flag, what: str, value: Number) -> None:
-    message = f"{what}, got {value}"
+    text = f"{what}, got {value}"
     if not is_traced(is_valid) and not jnp.all(is_valid):
-        raise AssertionError(message)  # chex would show arrays of flags
-    chex.assert_trees_all_equal(is_valid, jnp.ones_like(is_valid), custom_message=message)
+        raise AssertionError(text)  # chex would show arrays of flags
+    chex.assert_trees_all_equal(is_valid, jnp.ones_like(is_valid), custom_message=text)

@@ -1,21 +1,23 @@
 """The way from Optax's states to this package's, for a job that is running.
 
 `from_optax` walks the saved state and a new one together. Nodes of one type are taken from the saved state, leaf by
-leaf. `_Walk.converted` has the other pairs of types that correspond. Any other pair is an error.
+leaf. `_converted` has the other pairs of types that correspond. Any other pair is an error.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.tree_util import GetAttrKey, keystr
 
 from shrewjax._base.axes import mapped_axes
 from shrewjax._base.mesh import is_traced
 from shrewjax._base.states import init_with_notes, nodes_in, without_variables
 from shrewjax._base.trees import is_gradient
-from shrewjax._base.types import AnyState, DType, Function, KeyPath, Leaf, PyTree
+from shrewjax._base.types import AnyState, DType, KeyPath, Leaf, PyTree
 from shrewjax._numerics import floats
 from shrewjax._skipping.guards import SkipNonfiniteState
 from shrewjax._windows.window_state import AccumulateState
@@ -93,29 +95,29 @@ def from_optax(opt_state: AnyState, tx: optax.GradientTransformation, params: Py
             "opt_state must hold arrays, got shapes. Restore them first, or call jax.eval_shape"
         )
     fresh, noted = init_with_notes(tx.init, params)
-    walk = _Walk(noted)
-    return walk.converted(_Paths((), ()), without_variables(opt_state), without_variables(fresh))
+    pair = _Pair(without_variables(opt_state), without_variables(fresh))
+    return _converted(pair, noted)
 
 
-class _Paths(NamedTuple):
-    """A place in both states. The paths differ below a window, because its fields have other names."""
+class _Pair(NamedTuple):
+    """Two nodes at one place of the states. Their paths differ below a window, because its fields have other names."""
 
-    old: KeyPath
-    new: KeyPath
+    old: PyTree
+    fresh: PyTree
+    old_path: KeyPath = ()
+    fresh_path: KeyPath = ()
 
-    def child(self, path: KeyPath) -> "_Paths":
-        return _Paths((*self.old, *path), (*self.new, *path))
+    def child(self, old: PyTree, fresh: PyTree, old_key: KeyPath, key: KeyPath) -> "_Pair":
+        return _Pair(old, fresh, (*self.old_path, *old_key), (*self.fresh_path, *key))
 
-    def field(self, old: str, new: str) -> "_Paths":
-        return _Paths(
-            (*self.old, jax.tree_util.GetAttrKey(old)), (*self.new, jax.tree_util.GetAttrKey(new))
-        )
+    def field(self, old_name: str, name: str) -> "_Pair":
+        keys = (GetAttrKey(old_name),), (GetAttrKey(name),)
+        return self.child(getattr(self.old, old_name), getattr(self.fresh, name), *keys)
 
-    def error(self, old: str, new: str, remedy: str = "") -> ValueError:
-        old_path, new_path = map(jax.tree_util.keystr, self)
+    def error(self, remedy: str = "", *, expected: str = "", got: str = "") -> ValueError:
         return ValueError(
-            f"opt_state{old_path} must correspond to tx.init(params){new_path}, {new}, got {old}. "
-            + (remedy or _SAME_ORDER)
+            f"opt_state{keystr(self.old_path)} must correspond to tx.init(params){keystr(self.fresh_path)}, "
+            f"{expected or _what(self.fresh)}, got {got or _what(self.old)}. {remedy or _SAME_ORDER}"
         )
 
 
@@ -125,113 +127,98 @@ _SAME_ORDER = (
     "that of tx.init(params) in its place"
 )
 
+Noted = Callable[[Leaf], dict[str, Any] | None]
+"""Returns the arguments of a window in the new state, by its `micro_step`."""
+
+
+def _converted(pair: _Pair, noted: Noted) -> PyTree:
+    fresh = pair.fresh
+    match pair.old, fresh:
+        case optax.MultiStepsState(), AccumulateState():
+            return _window(pair, noted)
+        case optax.ApplyIfFiniteState(), SkipNonfiniteState():
+            return fresh._replace(
+                skipped=_counter(pair.field("total_notfinite", "skipped")),
+                consecutive=_counter(pair.field("notfinite_count", "consecutive")),
+                inner_state=_converted(pair.field("inner_state", "inner_state"), noted),
+            )
+        case optax.EmptyState(), _ if _is_rule(fresh):
+            return fresh
+    return _mapped(pair, _taken, partial(_converted, noted=noted))
+
 
 def _is_rule(state: AnyState) -> bool:
     """Returns whether a state is that of a clipping rule: one that measures and wraps nothing."""
     return hasattr(type(state), "metrics") and not hasattr(state, "inner_state")
 
 
-class _Walk:
-    """One pass over both states. `noted` has the arguments of the windows in the new one."""
-
-    def __init__(self, noted: Callable[[Any], dict[str, Any] | None]) -> None:
-        self.noted = noted
-
-    def converted(self, at: _Paths, old: PyTree, fresh: PyTree) -> PyTree:
-        match old, fresh:
-            case optax.MultiStepsState(), AccumulateState():
-                return self.window(at, old, fresh)
-            case optax.ApplyIfFiniteState(), SkipNonfiniteState():
-                return self.guard(at, old, fresh)
-            case optax.EmptyState(), _ if _is_rule(fresh):
-                return fresh
-        return _mapped(at, old, fresh, self.converted, _taken)
-
-    def window(
-        self, at: _Paths, old: optax.MultiStepsState, fresh: AccumulateState
-    ) -> AccumulateState:
-        noted = self.noted(fresh.micro_step)
-        if noted is None:
-            raise at.error(
-                _what(old), "a window of unknown reduction", "Leave out the jit around tx.init"
-            )
-        if fresh.sum_of_weights.ndim and mapped_axes()[0]:
-            raise at.error(
-                _what(old),
-                "a window with sum_over inside jax.shard_map",
-                "Call from_optax outside of it",
-            )
-        _check_skip_state(at.field("skip_state", "dropped"), old.skip_state, noted["nonfinite"])
-        micro_step = _counter(at.field("mini_step", "micro_step"), old.mini_step, fresh.micro_step)
-        # The weight and the sums of each row: of the whole window, or of one device.
-        weight = micro_step.astype(fresh.sum_of_weights.dtype)
-        factor = weight
-        if noted["reduction"] == "sum":
-            factor = jnp.ones_like(weight) / fresh.sum_of_weights.size
-
-        def sum_of(at: _Paths, acc: PyTree, total: Leaf) -> jax.Array:
-            return _sum_of(at, acc, total, factor, fresh.sum_of_weights.shape)
-
-        def sums(at: _Paths, acc: PyTree, total: Leaf) -> Leaf:
-            return _mapped(at, acc, total, sums, sum_of)
-
-        of_sums = at.field("acc_grads", "gradient_sum")
-        inner = at.field("inner_opt_state", "inner_state")
-        # Optax does not keep the losses and the norms of the micro-batches. Infinite sums enter no average.
-        unknown = jnp.where(micro_step > 0, jnp.inf, 0)
-        noise = fresh.noise and fresh.noise._replace(
-            square_sums=_filled(fresh.noise.square_sums, unknown)
+def _window(pair: _Pair, noted: Noted) -> AccumulateState:
+    # 1. May the window be converted?
+    fresh: AccumulateState = pair.fresh
+    options = noted(fresh.micro_step)
+    if options is None:
+        raise pair.error(
+            "Leave out the jit around tx.init", expected="a window of unknown reduction"
         )
-        return fresh._replace(
-            micro_step=micro_step,
-            windows=_counter(
-                at.field("gradient_step", "windows"), old.gradient_step, fresh.windows
-            ),
-            sum_of_weights=_filled(fresh.sum_of_weights, weight),
-            value_sum=_filled(fresh.value_sum, unknown),
-            noise=noise,
-            gradient_sum=sums(of_sums, old.acc_grads, fresh.gradient_sum),
-            inner_state=self.converted(inner, old.inner_opt_state, fresh.inner_state),
+    rows = fresh.sum_of_weights.shape
+    if rows and mapped_axes()[0]:
+        raise pair.error(
+            "Call from_optax outside of it",
+            expected="a window with sum_over inside jax.shard_map",
         )
-
-    def guard(
-        self, at: _Paths, old: optax.ApplyIfFiniteState, fresh: SkipNonfiniteState
-    ) -> SkipNonfiniteState:
-        total, in_a_row, inner = (
-            at.field("total_notfinite", "skipped"),
-            at.field("notfinite_count", "consecutive"),
-            at.field("inner_state", "inner_state"),
-        )
-        return fresh._replace(
-            skipped=_counter(total, old.total_notfinite, fresh.skipped),
-            consecutive=_counter(in_a_row, old.notfinite_count, fresh.consecutive),
-            inner_state=self.converted(inner, old.inner_state, fresh.inner_state),
-        )
+    _check_skip_state(pair.field("skip_state", "dropped"), options["nonfinite"])
+    # 2. A row has the weight of the whole window or of one device, and so has its sum.
+    micro_step = _counter(pair.field("mini_step", "micro_step"))
+    weight = micro_step.astype(fresh.sum_of_weights.dtype)
+    factor = weight
+    if options["reduction"] == "sum":
+        factor = jnp.ones_like(weight) / fresh.sum_of_weights.size
+    sum_of = partial(_sum_of, factor=factor, rows=rows)
+    # 3. Optax does not keep the losses and the norms of the micro-batches. Infinite sums enter no average.
+    unknown = jnp.where(micro_step > 0, jnp.inf, 0)
+    noise = fresh.noise and fresh.noise._replace(
+        square_sums=_filled(fresh.noise.square_sums, unknown)
+    )
+    return fresh._replace(
+        micro_step=micro_step,
+        windows=_counter(pair.field("gradient_step", "windows")),
+        sum_of_weights=_filled(fresh.sum_of_weights, weight),
+        value_sum=_filled(fresh.value_sum, unknown),
+        noise=noise,
+        gradient_sum=_mapped(pair.field("acc_grads", "gradient_sum"), sum_of),
+        inner_state=_converted(pair.field("inner_opt_state", "inner_state"), noted),
+    )
 
 
 def _mapped(
-    at: _Paths, old: PyTree, fresh: PyTree, of_child: Function, of_leaf: Function
+    pair: _Pair,
+    of_leaf: Callable[[_Pair], Leaf],
+    of_child: Callable[[_Pair], PyTree] | None = None,
 ) -> PyTree:
-    """Returns two nodes of one type as one: `of_child` of each pair of children, or `of_leaf` of two leaves."""
-    (children, node), (fresh_children, fresh_node) = map(_one_level, (old, fresh))
-    if () in children and () in fresh_children:
-        return of_leaf(at, old, fresh)
-    if type(old) is not type(fresh):
-        is_window = isinstance(old, optax.MultiStepsState)
-        remedy = "Wrap this part of tx in accumulate" if is_window else ""
-        raise at.error(_what(old), _what(fresh), remedy)
-    for path in children | fresh_children:
-        if path not in children or path not in fresh_children:
-            here = (
-                _what(of[path]) if path in of else "nothing" for of in (children, fresh_children)
-            )
-            raise at.child(path).error(*here)
+    """Returns two trees as one: `of_leaf` of two leaves, or a node of `of_child` of each two children.
+
+    Without `of_child`, this function itself maps the children.
+    """
+    (olds, node), (news, fresh_node) = map(_one_level, (pair.old, pair.fresh))
+    if () in olds and () in news:
+        return of_leaf(pair)
+    if type(pair.old) is not type(pair.fresh):
+        is_window = isinstance(pair.old, optax.MultiStepsState)
+        raise pair.error("Wrap this part of tx in accumulate" if is_window else "")
+    children = [
+        pair.child(olds.get(path, _NOTHING), news.get(path, _NOTHING), path, path)
+        for path in olds | news
+    ]
+    for child in children:
+        if child.old is _NOTHING or child.fresh is _NOTHING:
+            raise child.error()
     # They differ in the order of keys, or in what a class keeps beside its leaves.
     if node != fresh_node:
-        raise at.error(str(node), str(fresh_node))
-    return node.unflatten(
-        of_child(at.child(path), x, fresh_children[path]) for path, x in children.items()
-    )
+        raise pair.error(expected=str(fresh_node), got=str(node))
+    return node.unflatten(map(of_child or partial(_mapped, of_leaf=of_leaf), children))
+
+
+_NOTHING = object()
 
 
 def _one_level(tree: PyTree) -> tuple[dict[KeyPath, PyTree], Any]:
@@ -240,55 +227,56 @@ def _one_level(tree: PyTree) -> tuple[dict[KeyPath, PyTree], Any]:
     return dict(children), node
 
 
-def _taken(at: _Paths, x: Leaf, like: Leaf) -> jax.Array:
-    """Returns a leaf of the old state, as an array with the dtype and placement of the new leaf `like`.
+def _taken(pair: _Pair) -> jax.Array:
+    """Returns a leaf of the old state, as an array with the dtype and placement of the new one.
 
     Raises unless their shapes and dtypes agree. A Python number is cast.
     """
+    x, like = pair.old, pair.fresh
     like = like if hasattr(like, "dtype") else jnp.asarray(like)
     # It may be a hyperparameter that a user set.
     if isinstance(x, bool | int | float) and _holds(like.dtype, x):
         x = jnp.asarray(x, like.dtype)
     if _what(x) != _what(like):
-        raise at.error(_what(x), _what(like))
+        raise pair.error(expected=_what(like))
     return _placed(x, like)
 
 
 def _holds(dtype: DType, x: float) -> bool:
     """Returns whether an array of this dtype holds a Python number of this kind and size."""
-    if isinstance(x, bool) or dtype == jnp.bool:
-        return isinstance(x, bool) and dtype == jnp.bool
-    if jnp.issubdtype(dtype, jnp.integer):
-        return isinstance(x, int) and jnp.iinfo(dtype).min <= x <= jnp.iinfo(dtype).max
+    if isinstance(x, bool):
+        return dtype == jnp.bool
+    if isinstance(x, int) and jnp.issubdtype(dtype, jnp.integer):
+        return jnp.iinfo(dtype).min <= x <= jnp.iinfo(dtype).max
     return jnp.issubdtype(dtype, jnp.inexact)
 
 
-def _counter(at: _Paths, x: Leaf, like: jax.Array) -> jax.Array:
+def _counter(pair: _Pair) -> jax.Array:
     """Returns a counter of the old state. Raises if it is known to be negative."""
-    count = _taken(at, x, like)
+    count = _taken(pair)
     if not is_traced(count) and count < 0:
-        raise at.error(str(int(count)), "a number >= 0", "Restore the state again")
+        raise pair.error("Restore the state again", expected="a number >= 0", got=str(int(count)))
     return count
 
 
-def _sum_of(
-    at: _Paths, acc: PyTree, total: Leaf, factor: jax.Array, rows: tuple[int, ...]
-) -> jax.Array:
-    """Returns a leaf of the sum of a window: `factor * acc` in each row, or in its only one."""
+def _sum_of(pair: _Pair, factor: jax.Array, rows: tuple[int, ...]) -> jax.Array:
+    """Returns a leaf of the sum of a window: `factor * acc_grads` in each row, or in its only one."""
+    acc, total = pair.old, pair.fresh
     if not is_gradient(total):
         return total  # the number in the place of an integer parameter
-    is_sum = hasattr(acc, "dtype") and is_gradient(acc) and acc.shape == total.shape[len(rows) :]
-    is_complex = is_sum and floats.is_complex(acc) and not floats.is_complex(total)
-    if not is_sum or is_complex:
-        remedy = "If the parameter is real, put the real part in its place" if is_complex else ""
-        raise at.error(
-            _what(acc),
-            _what(total) + (f", with a row for each of {rows[0]} devices" if rows else ""),
-            remedy,
-        )
+    expected = _what(total)
+    if rows:
+        expected += f", with a row for each of {rows[0]} devices"
+    shape = total.shape[len(rows) :]
+    if not hasattr(acc, "dtype") or not is_gradient(acc) or acc.shape != shape:
+        raise pair.error(expected=expected)
+    if floats.is_complex(acc) and not floats.is_complex(total):
+        remedy = "If the parameter is real, put the real part in its place"
+        raise pair.error(remedy, expected=expected)
     acc = _placed(acc, total)
     dtype = floats.sum_dtype(acc)
-    return _filled(total, floats.mul_real(floats.upcast(acc, dtype), factor.astype(dtype)))
+    summed = floats.mul_real(floats.upcast(acc, dtype), factor.astype(dtype))
+    return _filled(total, summed)
 
 
 def _filled(zeros: jax.Array, x: jax.Array) -> jax.Array:
@@ -307,22 +295,23 @@ def _placed(x: Leaf, like: jax.Array) -> jax.Array:
     return jax.device_put(x, like.sharding) if has_place else jnp.asarray(x)
 
 
-def _check_skip_state(at: _Paths, skip_state: AnyState, nonfinite: str) -> None:
+def _check_skip_state(pair: _Pair, nonfinite: str) -> None:
     """Raises if `optax.MultiSteps` skipped micro-batches by a rule that the new window does not have."""
+    skip_state = pair.old
     if isinstance(skip_state, tuple) and not skip_state:
-        return
-    of_nonfinite = {"should_skip", "num_not_finite"}
-    is_nonfinite = isinstance(skip_state, dict) and skip_state.keys() == of_nonfinite
-    if is_nonfinite and nonfinite == "extend_window":
         return
     rule = "another should_skip_update_fn"
     remedy = "To go on without it, pass opt_state with skip_state=()"
-    if is_nonfinite:
+    if isinstance(skip_state, dict) and "num_not_finite" in skip_state:
+        if nonfinite == "extend_window":
+            return
         rule = "optax.skip_not_finite"
         remedy = f'Pass nonfinite="extend_window" to accumulate. {remedy}'
-    raise at.error(f"that of {rule}", f"that of nonfinite={nonfinite!r}", remedy)
+    raise pair.error(remedy, expected=f"that of nonfinite={nonfinite!r}", got=f"that of {rule}")
 
 
 def _what(x: Leaf) -> str:
+    if x is _NOTHING:
+        return "nothing"
     is_array = hasattr(x, "shape") and hasattr(x, "dtype")
     return f"{x.dtype} of shape {x.shape}" if is_array else type(x).__name__

@@ -1,5 +1,6 @@
 r"""The window for loops that are driven from the host: a class whose methods add micro-batches and take the average."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -8,8 +9,8 @@ import optax
 
 from shrewjax._base import arguments, trees
 from shrewjax._base.mesh import is_traced, on_mesh_of, summed
-from shrewjax._base.states import increment_if, require_state_of
-from shrewjax._base.types import AnyState, Argument, AxisName, DType, Number, PyTree, Scalar
+from shrewjax._base.states import require_state_of
+from shrewjax._base.types import AnyState, AxisName, DType, Number, PyTree
 from shrewjax._windows.window import (
     AccumSteps,
     Nonfinite,
@@ -17,7 +18,7 @@ from shrewjax._windows.window import (
     Window,
     checked_weight,
 )
-from shrewjax._windows.window_state import GradAccumulatorState, Measured
+from shrewjax._windows.window_state import GradAccumulatorState, after_average, measured
 
 
 class GradAccumulator:
@@ -64,29 +65,27 @@ class GradAccumulator:
         self._given = arguments.among(Window, locals())
         self._window = Window(**self._given)
 
-    def __getstate__(self) -> dict[str, Argument]:
-        """Returns the arguments, so that a pickle names nothing private."""
-        return self._given
-
-    def __setstate__(self, given: dict[str, Argument]) -> None:
-        self._given, self._window = given, Window(**given)
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Returns the call that made it, so that a pickle names nothing private."""
+        return partial(type(self), **self._given), ()
 
     def __repr__(self) -> str:
         given = ", ".join(f"{name}={value!r}" for name, value in self._given.items())
         return f"GradAccumulator({given})"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, GradAccumulator) and self._arguments() == other._arguments()
+        return isinstance(other, GradAccumulator) and self._key() == other._key()
 
     def __hash__(self) -> int:
-        return hash(self._arguments())
+        return hash(self._key())
 
-    def _arguments(self) -> tuple[Any, ...]:
+    def _key(self) -> tuple[Any, ...]:
         """Returns all arguments, so that equal accumulators are one static argument of `jax.jit`.
 
         An array has no hash, and is equal to itself alone.
         """
-        return tuple(id(x) if isinstance(x, jax.Array) else x for x in vars(self._window).values())
+        checked = vars(self._window).values()
+        return tuple(id(x) if isinstance(x, jax.Array) else x for x in checked)
 
     @property
     def accum_steps(self) -> AccumSteps:
@@ -113,12 +112,8 @@ class GradAccumulator:
           value: its loss, as in `accumulate`. After `take`, the state has the window's in `loss`.
         """
         _require_window(state)
-        return self._added(state, grads, checked_weight(weight, state), value)
-
-    def _added(
-        self, state: GradAccumulatorState, grads: PyTree, weight: Scalar, value: Number | None
-    ) -> GradAccumulatorState:
         arrays = trees.gradient_arrays(summed(grads))
+        weight = checked_weight(weight, state)
         return self._window.advance(state, arrays, weight, value).state
 
     def ready(self, state: GradAccumulatorState) -> jax.Array:
@@ -152,15 +147,16 @@ class GradAccumulator:
         without a copy. `jax.lax.cond` puts the other one first on a GPU.
         """
         _require_window(state)
-        average, has_average, new_state = self._window.close(state)
+        no_gradients = jax.tree.map(lambda _: None, state.gradient_sum)
+        added = self._window.advance(state, no_gradients, 0.0, None, flush=True)
+        average = self._window.average(added)
+        has_average = jnp.asarray(added.closes & average.has_weight)
         zeros = optax.tree.zeros_like(average.gradients)
         gradients = optax.tree.where(has_average, average.gradients, zeros)
-        measured = optax.tree.where(has_average, Measured.of(average), Measured.of(state))
-        windows = increment_if(has_average, state.windows)
-        new_state = new_state._replace(windows=windows, **measured._asdict())
+        new_state = after_average(added.state, measured(average), has_average)
         if not self._window.is_partial:
             new_state = new_state._replace(gradient_sum=gradients)
-        return gradients, jnp.asarray(has_average), new_state
+        return gradients, has_average, new_state
 
     def reset(self, state: GradAccumulatorState) -> GradAccumulatorState:
         """Discards the open window. `windows`, `dropped`, `loss`, `weight` and the noise's averages stay unchanged."""
@@ -207,4 +203,4 @@ def _require_window(state: AnyState) -> None:
 
 
 # Jitted once for the class, because an object that holds a jitted function cannot be pickled.
-_jitted_add = jax.jit(GradAccumulator._added, static_argnums=0)
+_jitted_add = jax.jit(GradAccumulator.add, static_argnums=0)

@@ -1,7 +1,6 @@
 """States on a mesh: read how a state is sharded, and move it to another number of devices."""
 
 from collections.abc import Collection, Hashable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +8,10 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from shrewjax._base import trees
+from shrewjax._base.axes import axes_by_dimension
 from shrewjax._base.mesh import without_context_mesh
-from shrewjax._base.states import require_state
-from shrewjax._base.types import AnyState, KeyPath, Leaf, PyTree, State
+from shrewjax._base.states import fields, require_state
+from shrewjax._base.types import AnyState, AxisNames, KeyPath, Leaf, PyTree, State
 from shrewjax._windows import _devices
 from shrewjax._windows.window_state import WINDOW_STATES
 
@@ -74,17 +74,13 @@ def state_specs(opt_state: AnyState, *, axis_names: Collection[Hashable] | None 
 
     require_state(opt_state)
 
-    def of_axis_names(names: Any) -> Any:
-        if axis_names is None or names is None:
-            return names
-        if isinstance(names, tuple):
-            return tuple(a for a in names if a in axis_names) or None
-        return names if names in axis_names else None
+    def kept(names: AxisNames) -> AxisNames | None:
+        return tuple(a for a in names if axis_names is None or a in axis_names) or None
 
     def spec(path: KeyPath, x: Leaf) -> P:
         sharding = _devices.sharding_of(x)
         if sharding is not None:
-            return P(*map(of_axis_names, sharding.spec))
+            return P(*map(kept, axes_by_dimension(sharding.spec)))
         # A scalar is replicated, also if it is on no device, such as a Python number.
         if not isinstance(x, jax.Array) and np.shape(x) != ():
             raise ValueError(
@@ -135,39 +131,31 @@ def redistribute(opt_state: State, like: State) -> State:
     if str(given) != str(expected):
         raise ValueError(f"opt_state must have the structure of like, {expected}, got {given}")
     with without_context_mesh():  # whose devices need not be those of the rows
-        return jax.tree.map_with_path(_place_window, opt_state, like, is_leaf=_is_window)
+        with_rows = jax.tree.map(_with_rows_of, opt_state, like, is_leaf=_is_window)
+        return jax.tree.map_with_path(_placed_as, with_rows, like)
 
 
 def _is_window(x: PyTree) -> bool:
     return isinstance(x, WINDOW_STATES)
 
 
-def _place_window(path: KeyPath, window: AnyState, like: AnyState) -> AnyState:
-    """Returns a window, or any other leaf, placed as `like` is. Per-device rows become as many as `like` has."""
-    if not _is_window(window):
-        return _placed_as(path, window, like)
-
-    def placed(field: str, x: PyTree, like: PyTree) -> PyTree:
-        # Only sums have rows. The first dimension of any other array is its own.
-        may_have_rows = window.sum_of_weights.ndim > 0 and field != "inner_state"
-
-        def place(below: KeyPath, x: Leaf, like: Leaf) -> jax.Array:
-            at = (*path, jax.tree_util.GetAttrKey(field), *below)
-            return _placed_as(at, _with_rows_of(x, like) if may_have_rows else x, like)
-
-        return jax.tree.map_with_path(place, x, like)
-
-    return type(window)(*map(placed, window._fields, window, like))
-
-
-def _with_rows_of(x: Leaf, like: Leaf) -> Leaf:
-    """Returns rows summed into as many rows as `like` has. A scalar is returned unchanged.
+def _with_rows_of(window: AnyState, like: AnyState) -> AnyState:
+    """Returns a window with its rows summed into as many as `like` has. All else is returned as it is.
 
     So is an array that does not fit `like`. `_placed_as` then raises an error that names the leaf.
     """
-    may_fit = isinstance(like, jax.Array) and like.ndim == np.ndim(x) > 0
-    fits = may_fit and like.shape[1:] == np.shape(x)[1:]
-    return _devices.redistributed(x, like) if fits else x
+    if not _is_window(window) or not window.sum_of_weights.ndim:
+        return window
+
+    def summed(x: Leaf, like: Leaf) -> Leaf:
+        may_fit = isinstance(like, jax.Array) and like.ndim == np.ndim(x) > 0
+        fits = may_fit and like.shape[1:] == np.shape(x)[1:]
+        return _devices.redistributed(x, like) if fits else x
+
+    # Only sums have rows. The first dimension of inner's arrays is their own.
+    names = [name for name in window._fields if name != "inner_state"]
+    sums, like_sums = fields(window, *names), fields(like, *names)
+    return window._replace(**jax.tree.map(summed, sums, like_sums))
 
 
 def _placed_as(path: KeyPath, x: Leaf, like: Leaf) -> jax.Array:

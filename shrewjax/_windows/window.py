@@ -9,7 +9,7 @@ where a scan of the loss adds them itself, and divides once, by `Window.finalize
 2. Is it a step, which counts towards `accum_steps`? All are, except a non-finite one under `"extend_window"`.
 3. Is the window closing? It closes on a flush, or if this step makes it full.
 4. Does the closing window have an average? Its weight must not be 0, and `"drop_window"` must not discard it. With
-   partial sums, its weight is known only after `average` has totalled it.
+   partial sums, `average` tells whether it has a weight.
 5. Update each leaf in one pass (`_advance_leaf`): select, replace or add, and divide if the window is closing. The sum
    is not cleared on closing. The first gradient of the next window overwrites it, which saves a write.
 6. Reset the counters of a closing window.
@@ -20,8 +20,7 @@ With `sum_over`, sums and weights are partial until `average` takes their total.
 """
 
 from collections.abc import Callable
-from functools import partial
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -67,13 +66,13 @@ class Advanced(NamedTuple):
 
     state: AnyState  # if the window closes, `gradient_sum` is its average, or partial
     sum_of_weights: jax.Array  # the window's weight, not reset if the window closes
-    has_average: Flag  # the window closes with an average, which partial sums have only if their total weight is not 0
+    closes: Flag  # the window closes, and is not discarded; with a weight it has an average
     has_weight: Flag  # the weight is not 0; of partial ones, the device's own
 
 
 class Average(NamedTuple):
     gradients: ArrayTree  # the average in the accumulator's dtypes
-    total_has_weight: Flag  # the total of partial weights is not 0, or there are none
+    has_weight: Flag  # the window's weight, over all devices, is not 0
     loss: jax.Array  # of `value`, divided as the gradients are
     weight: jax.Array  # the window's, over all devices
     noise: AnyState  # the state of the noise with this window
@@ -99,28 +98,28 @@ class Window:
         self._dtype = arguments.inexact_dtype("accumulator_dtype", accumulator_dtype)
         self.nonfinite = arguments.choice("nonfinite", nonfinite, get_args(Nonfinite))
         self.axes = arguments.axis_names("sum_over", sum_over)
-        self.devices = Devices(self.axes, arguments.axis_names("sharded_over", sharded_over))
-        self._noise_decay = (
-            None if noise_decay is None else arguments.real("noise_decay", noise_decay, at_least=0)
-        )
-        if isinstance(self._noise_decay, float) and self._noise_decay >= 1:
-            raise ValueError(f"noise_decay must be below 1, got {trees.shown(noise_decay)}")
+        sharded_axes = arguments.axis_names("sharded_over", sharded_over)
+        self.devices = Devices(self.axes, sharded_axes)
+        self._noise_decay = None if noise_decay is None else _noise.checked_decay(noise_decay)
 
     def init(self, params: PyTree) -> GradAccumulatorState:
         """Returns an empty window for gradients like `params`, with the sharding of `params`."""
         params = trees.parameter_arrays(params)
         zeros_like = self.devices.zeros_maker(params)
-        gradient_sum = jax.tree.map_with_path(partial(self._empty_sum, zeros_like), params)
-        dtype = floats.sum_dtype(*filter(is_gradient, jax.tree.leaves(gradient_sum)))
+
+        def empty_sum(path: KeyPath, param: Leaf) -> jax.Array:
+            if not is_gradient(param):
+                return jnp.zeros((), jnp.int32)  # has no sum
+            dtype = self._dtype
+            if dtype is None:
+                dtype = floats.upcast_dtype(param, floats.sum_dtype(param))
+            return zeros_like(param, dtype, trees.leaf_name(path))
 
         def zeros(shape: tuple[int, ...], dtype: DType) -> jax.Array:
             return zeros_like(jnp.zeros(shape), dtype, "")
 
-        def empty_noise() -> AnyState:
-            if self._noise_decay is None:
-                return ()
-            return _noise.empty(zeros((3,), jnp.float32), zeros((), jnp.float32))
-
+        gradient_sum = jax.tree.map_with_path(empty_sum, params)
+        dtype = floats.sum_dtype(*filter(is_gradient, jax.tree.leaves(gradient_sum)))
         return GradAccumulatorState(
             micro_step=jnp.zeros((), jnp.int32),
             windows=jnp.zeros((), jnp.int32),
@@ -130,23 +129,16 @@ class Window:
             value_sum=zeros((), dtype),
             loss=jnp.full((), jnp.inf, dtype),
             weight=jnp.zeros((), dtype),
-            noise=empty_noise(),
+            noise=() if self._noise_decay is None else _noise.empty(zeros),
             gradient_sum=gradient_sum,
         )
 
-    def _empty_sum(
-        self, zeros_like: Callable[..., jax.Array], path: KeyPath, param: Leaf
-    ) -> jax.Array:
-        if not is_gradient(param):
-            return jnp.zeros((), jnp.int32)  # has no sum
-        dtype = _default_dtype(param) if self._dtype is None else self._dtype
-        return zeros_like(param, dtype, trees.leaf_name(path))
-
     def length(self, windows: jax.Array) -> jax.Array:
         """Returns the window's length, at least 1. `windows` is the argument of a schedule."""
-        given = self.accum_steps
-        steps = arguments.steps_of_schedule(given, windows) if callable(given) else given
-        steps = jnp.asarray(steps, jnp.float32)
+        given: Any = self.accum_steps
+        if callable(given):
+            given = arguments.steps_of_schedule(given, windows)
+        steps = jnp.asarray(given, jnp.float32)
         is_valid = steps >= 1  # and not `maximum`, because a NaN then counts as 1
         rounded = jnp.ceil(jnp.minimum(steps, 2.0**24))
         return jnp.where(is_valid, rounded, jnp.ones_like(steps)).astype(jnp.int32)
@@ -167,45 +159,53 @@ class Window:
         of partial sums is left to `average`. The module's docstring has the order of its decisions.
         """
         # Check that the micro-batch and the state fit.
-        grads, value = self.devices.checked(
-            grads, weight, value, state.gradient_sum, state.sum_of_weights
-        )
+        grads, value = self.devices.checked(grads, weight, value, state)
         if self._noise_decay is not None:
             require_made_with("noise_decay", state, "noise", _noise.FOR_AN_OPEN_WINDOW)
 
         # 1. Is it kept? If it is not, its weight is 0.
-        is_kept, is_nonfinite = self._is_kept(grads, weight, True, state.sum_of_weights)
-        own_weight, kept_weight = _weights(weight, is_kept, state)
-
-        # 2. Is it a step? Count it, and add its weight.
-        is_step: Flag = True
-        if self.nonfinite == "extend_window":
-            is_step = ~jnp.asarray(is_nonfinite)
-        micro_step = state.micro_step + jnp.asarray(is_step, jnp.int32)
-        sum_of_weights = state.sum_of_weights + _nan_out_of_range(weight, kept_weight)
+        is_kept, is_nonfinite = self._is_kept(grads, weight != 0, state.sum_of_weights)
+        sum_of_weights = _with_weight(state.sum_of_weights, weight, is_kept)
         window_bad = state.window_bad
         if self.nonfinite == "drop_window":
             window_bad = window_bad | is_nonfinite
 
-        # 3. Is the window closing?
-        is_closing = self._is_closing(flush, when_full, state.windows, micro_step, is_step)
+        # 2. Is it a step? Count it.
+        is_step: Flag = True
+        if self.nonfinite == "extend_window":
+            is_step = ~jnp.asarray(is_nonfinite)
+        micro_step = state.micro_step + jnp.asarray(is_step, jnp.int32)
 
-        # 4. Does it have an average?
-        has_weight, may_average = self._may_average(is_kept, is_closing, sum_of_weights, window_bad)
+        # 3. Is the window closing?
+        is_closing = flush
+        if when_full:
+            is_closing = self._is_closing(flush, state.windows, micro_step, is_step)
+
+        # 4. Does it have a weight, and is it not discarded? A weight that is known while tracing cannot sum up to 0.
+        has_weight: Flag = True if is_kept is True else sum_of_weights != 0
+        closes: Flag = is_closing
+        if self.nonfinite == "drop_window" or isinstance(is_closing, jax.Array):
+            # XLA-32: a flag beside a closing flag, also without "drop_window", where it is True. Otherwise XLA on CUDA
+            # holds all gradients of layers in a list (tests/devices/test_scanned_layers.py, "as_they_come"). No `~`,
+            # which is -1 of a 0 that another wrapper made of the flag (tests/promises/test_compatibility.py).
+            closes = is_closing & jnp.logical_not(window_bad)
 
         # 5. Update each leaf in one pass, which also divides if the window is closing. Then add the loss and the noise.
         scale = self._scale(is_closing, sum_of_weights, has_weight)
         is_first = state.micro_step == 0
-        factor = self._factor(weight, own_weight)
+        factor = self._factor(weight, sum_of_weights)
         gradient_sum = jax.tree.map(
             lambda total, g: _advance_leaf(total, g, is_kept, factor, is_first, scale),
             state.gradient_sum,
             grads,
         )
-        value_sum = self._value_added(
-            state.value_sum, value, weight, kept_weight, is_kept, is_first
-        )
-        noise = self._noise_added(state.noise, grads, own_weight, is_kept, is_first)
+        if value is None and is_kept is not False:
+            # The window has no loss. On an Explicit mesh without a context, full_like drops the sharding of rows, and
+            # the next call compiles again (test_sharded_state.py, "compiles_once").
+            value_sum = jnp.where(True, jnp.inf, state.value_sum)
+        else:
+            value_sum = _advance_leaf(state.value_sum, value, is_kept, factor, is_first)
+        noise = self._noise_added(state, grads, weight, is_kept)
 
         # 6. A closing window resets its counters.
         def reset(counter: jax.Array) -> jax.Array:
@@ -220,51 +220,27 @@ class Window:
             noise=noise,
             gradient_sum=gradient_sum,
         )
-        return Advanced(new_state, sum_of_weights, is_closing & may_average, has_weight)
+        return Advanced(new_state, sum_of_weights, closes, has_weight)
 
     def _is_kept(
-        self, grads: ArrayTree, weight: Scalar, is_present: Flag, sum_of_weights: jax.Array
+        self, grads: ArrayTree, has_weight: Flag, sum_of_weights: jax.Array
     ) -> tuple[Flag, Flag]:
-        """Returns whether a micro-batch, if it is present, is kept, and whether it counts as non-finite.
-
-        One of weight 0 never does.
-        """
-        is_kept: Flag = weight != 0
-        if is_present is not True and is_kept is not False:
-            is_kept = is_kept & is_present
-        if is_kept is False or self.nonfinite == "propagate":
-            return is_kept, False
-        is_nonfinite = self.devices.is_nonfinite(grads, is_kept, sum_of_weights)
-        return is_kept & ~is_nonfinite, is_nonfinite
+        """Returns whether a micro-batch is kept, and whether it counts as non-finite. One without weight never does."""
+        if has_weight is False or self.nonfinite == "propagate":
+            return has_weight, False
+        is_nonfinite = self.devices.is_nonfinite(grads, has_weight, sum_of_weights)
+        return has_weight & ~is_nonfinite, is_nonfinite
 
     def _is_closing(
-        self, flush: Flag, when_full: bool, windows: jax.Array, micro_step: jax.Array, is_step: Flag
+        self, flush: Flag, windows: jax.Array, micro_step: jax.Array, is_step: Flag
     ) -> Flag:
         """Returns whether the window is flushed or full. A window of one is known to be full, and needs no branch."""
-        if not when_full or flush is True:
-            return flush
-        if isinstance(self.accum_steps, int) and self.accum_steps == 1 and is_step is True:
+        is_of_one = isinstance(self.accum_steps, int) and self.accum_steps == 1
+        if flush is True or (is_of_one and is_step is True):
             return True
         # A micro-batch that is no step closes nothing, not even a window that is longer than a resumed run's
         # accum_steps.
         return flush | (is_step & (micro_step >= self.length(windows)))
-
-    def _may_average(
-        self, is_kept: Flag, is_closing: Flag, sum_of_weights: jax.Array, window_bad: jax.Array
-    ) -> tuple[Flag, Flag]:
-        """Returns whether the window has a weight, and whether it has an average if it closes.
-
-        `is_kept` is the Python True only for a weight that is known while tracing, which is a normal number. The
-        window's weight cannot be 0 then, and no run-time check is needed.
-        """
-        has_weight: Flag = True if is_kept is True else sum_of_weights != 0
-        is_known = has_weight is True and not isinstance(is_closing, jax.Array)
-        if is_known and self.nonfinite != "drop_window":
-            return True, True
-        # XLA-32: a flag beside a closing flag, also without "drop_window", where it is True. Otherwise XLA on CUDA
-        # holds all gradients of layers in a list (tests/devices/test_scanned_layers.py, "as_they_come").
-        is_good = jnp.logical_not(window_bad)
-        return has_weight, is_good if self.is_partial else has_weight & is_good
 
     def _scale(
         self, is_closing: Flag, sum_of_weights: jax.Array, has_weight: Flag
@@ -279,48 +255,31 @@ class Window:
         of_closing = _reciprocal(sum_of_weights, has_weight)
         return jnp.where(is_closing, of_closing, jnp.ones((), sum_of_weights.dtype))
 
-    def _factor(self, weight: Scalar, own_weight: jax.Array) -> jax.Array | None:
+    def _factor(self, weight: Scalar, sum_of_weights: jax.Array) -> jax.Array | None:
         """Returns the factor of a micro-batch's gradients, None if it is 1."""
         is_one = isinstance(weight, float) and weight == 1
-        return None if is_one or self._reduction != "mean" else own_weight
-
-    def _value_added(
-        self,
-        value_sum: jax.Array,
-        value: Number | None,
-        weight: Scalar,
-        kept_weight: jax.Array,
-        is_kept: Flag,
-        is_first: Flag,
-    ) -> jax.Array:
-        """Returns the window's sum of losses with this one. Without one it is inf, and so is the window's mean."""
-        if value is None and isinstance(weight, float) and weight == 0:
-            value = 0.0  # adds nothing (tests/windows/test_flush_value.py)
-        if value is None:
-            # On an Explicit mesh without a context, full_like drops the sharding of rows, and the next call compiles
-            # again (test_sharded_state.py, "compiles_once").
-            return jnp.where(True, jnp.inf, value_sum)
-        own = jnp.asarray(value).astype(value_sum.dtype)
-        own = own * (kept_weight if self._reduction == "mean" else jnp.ones((), value_sum.dtype))
-        value_sum = jnp.where(is_first, jnp.zeros_like(value_sum), value_sum)
-        return jnp.where(is_kept, value_sum + own, value_sum)
+        if is_one or self._reduction != "mean":
+            return None
+        return jnp.asarray(weight).astype(sum_of_weights.dtype)
 
     def _noise_added(
-        self, noise: AnyState, grads: PyTree, own_weight: jax.Array, is_kept: Flag, is_first: Flag
+        self, state: AnyState, grads: PyTree, weight: Scalar, is_kept: Flag
     ) -> AnyState:
         """Returns the sums of squared norms with this micro-batch's, if the window measures its noise.
 
         A gradient of the least weight is left out, because its norm, divided by the weight, would be all of the noise.
         A user gives that weight to a gradient without examples (`reduction` of `accumulate`).
         """
+        noise = state.noise
         if self._noise_decay is None:
             return noise
-        is_kept = is_kept & (own_weight > arguments.LEAST_WEIGHT)
+        own = jnp.asarray(weight).astype(state.sum_of_weights.dtype)
+        is_kept = is_kept & (own > arguments.LEAST_WEIGHT)
         # A mean gradient's square counts by its weight. A summed gradient is the mean one times the weight.
-        nonzero = jnp.where(own_weight != 0, own_weight, jnp.ones((), own_weight.dtype))
+        nonzero = jnp.where(own != 0, own, jnp.ones((), own.dtype))
         of_square = nonzero if self._reduction == "mean" else 1 / nonzero
         norm = self.devices.own_norm(grads, varies_like=noise.kept)
-        return _noise.added(noise, norm, of_square, is_kept, is_first)
+        return _noise.added(noise, norm, of_square, is_kept, state.micro_step == 0)
 
     def update(
         self, state: AnyState, grads: ArrayTree, weight: Scalar, is_present: Flag = True
@@ -330,15 +289,12 @@ class Window:
         The sums begin as zeros. So no gradient replaces them, and no select stands around them (XLA-24). `finalize`
         divides them.
         """
-        grads, _ = self.devices.checked(
-            trees.gradient_arrays(grads), weight, None, state.gradient_sum, state.sum_of_weights
-        )
-        is_present = is_present & unknown_true()
-        is_kept, is_nonfinite = self._is_kept(grads, weight, is_present, state.sum_of_weights)
-        own_weight, kept_weight = _weights(weight, is_kept, state)
-        factor = self._factor(weight, own_weight)
+        grads, _ = self.devices.checked(trees.gradient_arrays(grads), weight, None, state)
+        has_weight = (weight != 0) & is_present & unknown_true()
+        is_kept, is_nonfinite = self._is_kept(grads, has_weight, state.sum_of_weights)
+        factor = self._factor(weight, state.sum_of_weights)
         return state._replace(
-            sum_of_weights=state.sum_of_weights + _nan_out_of_range(weight, kept_weight),
+            sum_of_weights=_with_weight(state.sum_of_weights, weight, is_kept),
             dropped=increment_if(is_nonfinite, state.dropped),
             gradient_sum=jax.tree.map(
                 lambda total, g: _advance_leaf(total, g, is_kept, factor),
@@ -349,17 +305,10 @@ class Window:
 
     def finalize(self, state: AnyState) -> tuple[Average, Flag]:
         """Returns the average of what `update` has added, and whether it has a weight."""
-        sum_of_weights, has_weight = state.sum_of_weights, state.sum_of_weights != 0
-        if self._reduction != "sum" and not self.is_partial:
-            # XLA-35: a select by a known True. Without it XLA:CPU holds 0.43 of the gradients of scanned layers beside
-            # their sum (tests/programs/test_loops.py, "hold_no_tree").
-            scale = jnp.where(
-                True, _reciprocal(sum_of_weights, has_weight), jnp.ones((), sum_of_weights.dtype)
-            )
-            state = state._replace(gradient_sum=_all_scaled(state.gradient_sum, scale))
-        added = Advanced(state, sum_of_weights, has_average=True, has_weight=has_weight)
-        average = self.average(added)
-        return average, average.total_has_weight if self.is_partial else has_weight
+        weight = state.sum_of_weights
+        added = Advanced(state, weight, closes=True, has_weight=weight != 0)
+        average = self.average(added, is_divided=False)
+        return average, average.has_weight
 
     def divided(self, state: AnyState) -> AnyState:
         """Returns a window whose partial sums are divided by the total weight, to be closed as a "sum".
@@ -375,9 +324,8 @@ class Window:
         self, state: AnyState, weight: Scalar
     ) -> Callable[[jax.Array, jax.Array], jax.Array]:
         """Returns a function of a leaf's sum, or a slice of it, and a gradient, which returns the new sum."""
-        own_weight = jnp.asarray(weight).astype(state.sum_of_weights.dtype)
-        is_kept = (own_weight != 0) & unknown_true()  # XLA-27
-        factor = self._factor(weight, own_weight)
+        is_kept = (jnp.asarray(weight) != 0) & unknown_true()  # XLA-27
+        factor = self._factor(weight, state.sum_of_weights)
         return lambda total, grad: _advance_leaf(total, grad, is_kept, factor)
 
     @property
@@ -385,70 +333,62 @@ class Window:
         """Whether sums and weights are parts, whose total `average` takes."""
         return bool(self.axes)
 
-    def average(self, added: Advanced) -> Average:
+    def average(self, added: Advanced, *, is_divided: bool = True) -> Average:
         """Returns what a closing window passes on. Takes the total of partial sums, in one collective.
 
-        It divides this total and the loss. `advance` or `finalize` has divided all other sums.
+        It divides the loss, and this total. `is_divided` says that `advance` has divided all other sums.
         """
         whole = self._total(added) if self.is_partial else added
         gradients = total = whole.state.gradient_sum
         loss, sum_of_weights = whole.state.value_sum, whole.sum_of_weights
         scale = _reciprocal(sum_of_weights, whole.has_weight)
         if self._reduction != "sum":
-            if self.is_partial:
-                gradients = _all_scaled(gradients, scale)
             loss = loss * scale
+            if self.is_partial or not is_divided:
+                # XLA-35: a select by a known True. Without it XLA:CPU holds 0.43 of the gradients of scanned layers
+                # beside their sum (tests/programs/test_loops.py, "hold_no_tree").
+                selected = jnp.where(True, scale, jnp.ones((), scale.dtype))
+                gradients = _all_scaled(gradients, selected)
         noise = added.state.noise
         if self._noise_decay is not None:
-            # A "sum" is the mean times the window's weight.
-            per_weight = scale if self._reduction == "sum" else jnp.ones_like(scale)
             norm = self.devices.norm(gradients, sum_of_weights)
-            mantissa = norm.mantissa * per_weight.astype(norm.mantissa.dtype)
-            norm = floats.shifted(mantissa, norm.exponent)
-            totals = whole.state.noise  # over devices, where `noise` keeps each device's row
-            sums = _noise.WindowSums(totals.square_sums, totals.kept, sum_of_weights)
-            noise = _noise.closed(noise, sums, norm, self._noise_decay)
-        total_has_weight = whole.has_weight if self.is_partial else True
-        return Average(gradients, total_has_weight, loss, sum_of_weights, noise, total)
+            if self._reduction == "sum":  # the mean times the window's weight
+                mantissa = norm.mantissa * scale.astype(norm.mantissa.dtype)
+                norm = floats.shifted(mantissa, norm.exponent)
+            # A device's row stays in the state. The estimate needs the total over devices.
+            noise = _noise.closed(noise, whole.state.noise, sum_of_weights, norm, self._noise_decay)
+        return Average(gradients, whole.has_weight, loss, sum_of_weights, noise, total)
 
     def _total(self, added: Advanced) -> Advanced:
         """Returns `added` with totals in the places of partial sums."""
         noise = added.state.noise
         numbers = [added.sum_of_weights, added.state.value_sum]
-        of_noise = [noise.kept, noise.square_sums] if noise else []
+        if noise:
+            numbers += [noise.kept, *jnp.moveaxis(noise.square_sums, -1, 0)]
         (sum_of_weights, value_sum, *of_noise), gradient_sum = self.devices.total(
-            [*numbers, *of_noise], added.state.gradient_sum
+            numbers, added.state.gradient_sum
         )
         if noise:
-            noise = noise._replace(kept=of_noise[0], square_sums=of_noise[1])
+            noise = noise._replace(kept=of_noise[0], square_sums=jnp.stack(of_noise[1:]))
         has_weight = True if added.has_weight is True else sum_of_weights != 0
         state = added.state._replace(value_sum=value_sum, noise=noise, gradient_sum=gradient_sum)
-        return Advanced(state, sum_of_weights, added.has_average, has_weight)
-
-    def close(self, state: AnyState) -> tuple[Average, Flag, AnyState]:
-        """Closes a window, full or not. Returns its average, whether it has one, and the state.
-
-        The average of a window without one is meaningless. Callers whose users may read it replace it by zeros, which
-        XLA:GPU would hold beside the gradients. Callers also put `windows`, `loss`, `weight` and `noise` in the state.
-        """
-        no_gradients = jax.tree.map(lambda _: None, state.gradient_sum)
-        added = self.advance(state, no_gradients, 0.0, None, flush=True)
-        average = self.average(added)
-        return average, added.has_average & average.total_has_weight, added.state
+        return Advanced(state, sum_of_weights, added.closes, has_weight)
 
 
-def _weights(weight: Scalar, is_kept: Flag, state: AnyState) -> tuple[jax.Array, jax.Array]:
-    """Returns the weight of a micro-batch as an array, and again, but 0 if it is not kept."""
-    own = jnp.asarray(weight).astype(state.sum_of_weights.dtype)
+def _with_weight(sum_of_weights: jax.Array, weight: Scalar, is_kept: Flag) -> jax.Array:
+    """Returns the window's weight with that of a micro-batch, if this is kept.
+
+    An array may have a weight that Python numbers may not have. It adds NaN, and so the average is NaN. Gradients are
+    multiplied by the weight itself, because a select in their factor keeps XLA on CUDA from moving an all-reduce out of
+    a loop (tests/devices/test_accelerators.py, "once_after_the_loop").
+    """
+    own = jnp.asarray(weight).astype(sum_of_weights.dtype)
     kept = jnp.where(is_kept, own, jnp.zeros((), own.dtype))
     # On an Explicit mesh inside vmap (tests/devices/test_models_on_devices.py, "begins_inside").
-    return own, placed_like(kept, state.sum_of_weights)
-
-
-def _default_dtype(param: Leaf) -> DType:
-    """Returns the wider of float32 and a parameter's dtype, complex for complex."""
-    is_double = floats.real_dtype(param) == jnp.float64
-    return floats.upcast_dtype(param, jnp.float64 if is_double else jnp.float32)
+    kept = placed_like(kept, sum_of_weights)
+    if not isinstance(weight, float):
+        kept = jnp.where(arguments.is_weight(kept), kept, jnp.nan)
+    return sum_of_weights + kept
 
 
 def _advance_leaf(
@@ -469,7 +409,8 @@ def _advance_leaf(
     if isinstance(is_kept, jax.Array):
         is_kept = expand_like(is_kept, total)
     if grad is None or is_kept is False:
-        total = total if is_first is False else jnp.where(is_first, jnp.zeros_like(total), total)
+        if is_first is not False:
+            total = jnp.where(is_first, jnp.zeros_like(total), total)
     else:
         grad = partitioned_like(grad, total)
         if factor is not None:
@@ -500,17 +441,6 @@ def _all_scaled(sums: ArrayTree, scale: jax.Array) -> ArrayTree:
 def checked_weight(weight: Number, state: AnyState) -> Scalar:
     """Returns a user's weight for a window in this state: one number, or one for each row."""
     return arguments.weight(weight, {(), state.sum_of_weights.shape})
-
-
-def _nan_out_of_range(weight: Scalar, kept_weight: jax.Array) -> jax.Array:
-    """Returns what the window's weight grows by: NaN for an array's weight that Python numbers may not have.
-
-    The average is then NaN. Gradients are multiplied by the weight itself, because a select in their factor keeps XLA
-    on CUDA from moving an all-reduce out of a loop (tests/devices/test_accelerators.py, "once_after_the_loop").
-    """
-    if isinstance(weight, float):
-        return kept_weight
-    return jnp.where(arguments.is_weight(kept_weight), kept_weight, jnp.nan)
 
 
 def _reciprocal(sum_of_weights: jax.Array, has_weight: Flag) -> jax.Array:

@@ -7,8 +7,9 @@ CONTRIBUTING has all that changes with a field.
 from typing import NamedTuple
 
 import jax
+import optax
 
-from shrewjax._base.states import described, fields, window_around_inner
+from shrewjax._base.states import described, fields, increment_if, window_around_inner
 from shrewjax._base.types import AnyState, Metrics, PyTree
 from shrewjax._windows import _noise
 from shrewjax._windows._noise import NoiseState as NoiseState  # a public name of the package
@@ -103,14 +104,12 @@ def metrics_of_window(state: AnyState) -> Metrics:
     return found | (_noise.metrics_of_noise(state.noise) if state.noise else {})
 
 
-class Measured(NamedTuple):
-    """The fields of a window's state that each average replaces."""
+def measured(source: AnyState) -> Metrics:
+    """Returns the fields of a state that each average replaces, of a state or of an average."""
+    return fields(source, "loss", "weight", "noise")
 
-    loss: jax.Array
-    weight: jax.Array
-    noise: AnyState
 
-    @classmethod
-    def of(cls, source: AnyState) -> "Measured":
-        """Returns these fields of a state, or those of an average."""
-        return cls(*(getattr(source, name) for name in cls._fields))
+def after_average(state: AnyState, new: Metrics, has_average: jax.Array) -> AnyState:
+    """Returns the state with these measured fields, and with one window more, if there is an average."""
+    windows = increment_if(has_average, state.windows)
+    return state._replace(windows=windows, **optax.tree.where(has_average, new, measured(state)))

@@ -248,7 +248,7 @@ def test_lookahead_that_resets_states_by_arithmetic_is_refused_by_accumulate():
     # Optax multiplies the state with 0 and 1, which makes integers of flags.
     tx = optax.lookahead(shrewjax.accumulate(sgd(), 2), sync_period=2, slow_step_size=0.5, reset_state=True)
     with pytest.raises(
-        AssertionError, match=r"the accumulation's state changed: leaf .*applied must stay int32 .* got bool"
+        AssertionError, match=r"the AccumulateState changed: leaf .*applied must stay int32 .* got bool"
     ):
         run(tx, GRADS, optax.LookaheadParams.init_synced(PARAMS))
 
