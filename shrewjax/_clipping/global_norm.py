@@ -271,7 +271,7 @@ def global_norm(grads: PyTree, ord: float, axes: arguments.Shardings) -> Extende
 
 def clip_to_limit(grads: Tree, norm: ExtendedFloat, limit: ExtendedFloat) -> tuple[Tree, ClipScale]:
     """Clips gradients of this norm to a limit, and returns the scale, too."""
-    scale = scaling.clip_scale(norm, limit)
+    (scale,) = scaling.clip_scales([norm], [limit])
     return trees.map_floating(lambda x: scaling.apply_scale(x, scale), grads), scale
 
 

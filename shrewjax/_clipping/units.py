@@ -217,7 +217,7 @@ class Units:
 
     def scaled(self, updates: chex.ArrayTree, scales: Sequence[ClipScale]) -> chex.ArrayTree:
         """Returns the gradients, each unit times its scale. The scales come joined."""
-        scaled = map(scaling.apply_unit_scales, self.leaves, self.by_leaf(scales), self.dims)
+        scaled = map(scaling.apply_scale, self.leaves, self.by_leaf(scales), self.dims)
         return self.with_leaves(updates, list(scaled))
 
 
