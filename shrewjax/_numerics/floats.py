@@ -18,7 +18,6 @@ such numbers, because a norm may exceed float32 where the clip's quotient does n
 """
 
 import math
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -92,24 +91,24 @@ def infinity_bits(dtype: DType) -> int:
 
 
 def narrower_bits(bits: jax.Array, dtype: DType, narrower: DType) -> jax.Array:
-    """Returns the bits of a magnitude, rounded toward zero to a narrower dtype."""
+    """Returns the bits of a magnitude, rounded toward zero to a narrower dtype.
+
+    An infinity or a NaN becomes its largest finite number, so callers test for these first.
+    """
     fraction_bits, bias = float_format(dtype)
     to_fraction_bits, to_bias = float_format(narrower)
-    dropped = fraction_bits - to_fraction_bits
-    result = bits >> dropped
-    if to_bias != bias:
-        infinity, to_infinity = infinity_bits(dtype), infinity_bits(narrower)
+    dropped, shift = fraction_bits - to_fraction_bits, bias - to_bias
+    result = (bits >> dropped) - (shift << to_fraction_bits)
+    if shift:
+        # A number that is subnormal in the narrower dtype is a multiple of its smallest one.
         exponent = bits >> fraction_bits
         significand = (bits & ((1 << fraction_bits) - 1)) | (1 << fraction_bits)
-        to_unit = jnp.clip(
-            dropped + bias - to_bias + 1 - exponent, 0, jnp.iinfo(bits.dtype).bits - 1
-        )
-        is_normal = exponent > bias - to_bias
-        result = jnp.where(
-            is_normal, result - ((bias - to_bias) << to_fraction_bits), significand >> to_unit
-        )
-        result = jnp.where(bits >= infinity, to_infinity, jnp.minimum(result, to_infinity - 1))
-    return result.astype(integers_like(narrower))
+        most = jnp.iinfo(bits.dtype).bits - 1
+        multiple = significand >> jnp.clip(dropped + shift + 1 - exponent, 0, most)
+        result = jnp.where(exponent > shift, result, multiple)
+    integers = integers_like(narrower)
+    largest = int(np.asarray(jnp.finfo(narrower).max, narrower).view(integers))
+    return jnp.minimum(result, largest).astype(integers)
 
 
 def wider_bits(bits: jax.Array, dtype: DType, wider: DType) -> jax.Array:
@@ -132,20 +131,11 @@ def wider_bits(bits: jax.Array, dtype: DType, wider: DType) -> jax.Array:
     return result
 
 
-def round_toward_zero(value: Scalar, dtype: DType) -> jax.Array:
-    """Returns the largest finite number of a dtype that is at most a threshold; 0 for a negative threshold.
-
-    An infinite threshold becomes the largest finite number, so callers test for it first.
-    """
-    if isinstance(value, jax.Array):
-        return _rounded_toward_zero(value, dtype)
-    # A Python number is rounded on the host, because the device would flush a subnormal one (XLA-18).
-    number = min(value, float(jnp.finfo(dtype).max))
-    nearest = np.asarray(number, dtype)
-    integers = integers_like(dtype)
-    return jnp.asarray(
-        (nearest.view(integers) - integers.type(float(nearest) > number)).view(dtype)
-    )
+def toward_zero(value: float, dtype: DType) -> jax.Array:
+    """Returns a Python number >= 0, rounded toward zero to a dtype; its largest finite number for one beyond that."""
+    # On the host, because the device would flush a subnormal one (XLA-18).
+    nearest = np.asarray(min(value, float(jnp.finfo(dtype).max)), dtype)
+    return jnp.asarray(np.nextafter(nearest, dtype.type(0)) if float(nearest) > value else nearest)
 
 
 def times_power_of_two(x: jax.Array, exponent: jax.Array) -> jax.Array:
@@ -190,29 +180,9 @@ def integers_like(dtype: DType) -> DType:
 
 
 def float_format(dtype: DType) -> tuple[int, int]:
+    """Returns the number of bits of the fraction, and the bias of the exponent."""
     info = jnp.finfo(dtype)
-    return int(info.nmant), 2 ** (int(info.nexp) - 1) - 1
-
-
-@partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _rounded_toward_zero(value: jax.Array, dtype: DType) -> jax.Array:
-    wanted = jnp.clip(value, 0, float(jnp.finfo(dtype).max))
-    nearest = wanted.astype(dtype)
-    is_above = nearest.astype(wanted.dtype) > wanted
-    integers = integers_like(dtype)
-    return lax.bitcast_convert_type(
-        lax.bitcast_convert_type(nearest, integers) - is_above.astype(integers), dtype
-    )
-
-
-@_rounded_toward_zero.defjvp
-def _rounded_toward_zero_jvp(
-    dtype: DType, primals: tuple[jax.Array], tangents: tuple[jax.Array]
-) -> tuple[jax.Array, jax.Array]:
-    _, tangent = jax.jvp(
-        lambda v: jnp.clip(v, 0, float(jnp.finfo(dtype).max)).astype(dtype), primals, tangents
-    )
-    return _rounded_toward_zero(primals[0], dtype), tangent
+    return int(info.nmant), 1 - int(info.minexp)
 
 
 class ExtendedFloat(NamedTuple):
