@@ -70,8 +70,8 @@ OPTIONS = ("method", "over", "scope")
 
 def plain_select(leaves, percentile, start=None, method="linear", over="all", scope="global"):
     known, traced = (percentile, None) if isinstance(percentile, Fraction) else (None, percentile)
-    rule = percentiles.Rule(known, traced, method=method, scope=scope, over=over, axes=None)
-    return percentiles.select(leaves, rule, start)
+    rule = percentiles.Rule(known, method=method, scope=scope, over=over, axes=None)
+    return percentiles.select(leaves, rule, traced, start)
 
 
 select, quick_select = (jit(plain_select, static_argnames=OPTIONS) for jit in (users_jit, quick_jit))
@@ -380,15 +380,15 @@ def test_totals_beyond_32_bits_select_the_right_rank():
     def after_a_read(count, counted):
         place = percentiles.order_statistic(Fraction("75"), count, "lower", jnp.float32)
         search = percentiles._started(count, place, None, jnp.dtype(jnp.float32))
-        return search, percentiles._narrowed(search, counted, count, None, jnp.dtype(jnp.float32))
+        return search, percentiles._narrowed(search, counted, count, jnp.dtype(jnp.float32))
 
     with jax.enable_x64(True):
         count = np.asarray([elements], reductions.count_dtype([elements]))
         counted = np.asarray([[*(i * 2**31 for i in range(10)), elements]], count.dtype)
         search, narrowed = jax.device_get(after_a_read(count, counted))
     rank = 75 * (elements - 1) // 100
-    assert int(narrowed.counts[0, 0]) <= rank < int(narrowed.counts[0, 1])
-    assert narrowed.keys[0, 0] == search.pivots[0, rank // 2**31]
+    assert int(narrowed.up_to_low[0]) <= rank < int(narrowed.up_to_high[0])
+    assert narrowed.low[0] == search.pivots[0, rank // 2**31]
     assert not narrowed.has_nan[0]
 
 
