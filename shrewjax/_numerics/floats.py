@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shrewjax._base.types import DType, Leaf, Number, Scalar
+from shrewjax._base.types import DType, Leaf, Number
 
 
 def is_complex(x: Leaf) -> bool:

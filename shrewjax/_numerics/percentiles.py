@@ -156,7 +156,7 @@ def _at_or_below(dtype: DType, group: Group, pivots: jax.Array) -> list[jax.Arra
 
 
 def _beside(dtype: DType, group: Group, below_and_above: jax.Array) -> list[jax.Array]:
-    """Returns two arrays. Their maxima are the largest key at or below one key, and how far the next is from infinity."""
+    """Returns two arrays, whose maxima are the largest key up to `below`, and infinity minus the next after `above`."""
     keys = [_keys_of(x, dtype) for x in group]
     below, above = below_and_above
     infinity = floats.infinity_bits(dtype)

@@ -57,7 +57,7 @@ def as_limit(value: Scalar, like: ExtendedFloat | jax.Array) -> ExtendedFloat:
 
 @partial(jax.jit, inline=True)  # XLA-21
 def clip_scales(norms: Sequence[ExtendedFloat], limits: Sequence[ExtendedFloat]) -> list[ClipScale]:
-    """Returns the scales that reduce norms to their limits: the decision of every norm clip. Each has its norm's shape."""
+    """Returns the scales that reduce norms to their limits, in their shapes: the decision of every norm clip."""
     if not norms:
         return []
     applies = list(map(_exceeds, norms, limits))
