@@ -25,7 +25,8 @@ from shrewjax._base.axes import (
 )
 from shrewjax._base.mesh import is_typed_by_device, may_be_partitioned, partitioned_like
 from shrewjax._base.trees import is_gradient
-from shrewjax._base.types import Axes, DType, KeyPath, Leaf, PyTree
+from shrewjax._base.types import AnyState, Axes, DType, KeyPath, Leaf, Metrics, PyTree
+from shrewjax._clipping.rule import counted
 from shrewjax._numerics import floats, scaling
 from shrewjax._numerics.floats import ExtendedFloat
 from shrewjax._numerics.norms import combine, magnitude_key, measure_units
@@ -172,36 +173,42 @@ class Units:
         keys = leaf_maxima(magnitude_key, values, axes=self._across)
         return lax.bitcast_convert_type(jnp.max(jnp.concatenate(keys)), dtype)
 
-    def clipped(
+    def clip(
         self,
+        updates: chex.ArrayTree,
         norms: Sequence[ExtendedFloat],
         limits: Sequence[ExtendedFloat],
-        scales: Sequence[ClipScale],
+        state: AnyState,
         *,
         decisive: Sequence[ExtendedFloat] | None = None,
-    ) -> tuple[jax.Array, jax.Array]:
-        """Returns the fraction of all devices' units that are clipped, float32, and whether any is above its limit.
+    ) -> tuple[chex.ArrayTree, list[ClipScale], jax.Array, Metrics]:
+        """Returns the clipped gradients, the scales, the fraction of clipped units, and the new counts of the state.
 
-        Both have the shape (). Norms that are not finite are not above. The limits are for the norms `decisive`, which
-        are the units' own unless they are given.
+        All devices' units count. The limits are for the norms `decisive`, which are the units' own unless they are
+        given.
         """
-        if not norms:
-            return jnp.zeros((), jnp.float32), jnp.zeros((), bool)
+        decisive = norms if decisive is None else decisive
+        scales = scaling.clip_scales(decisive, limits)
+        each = zip(self.leaves, self.by_leaf(scales), self.dims, strict=True)
+        clipped = self.with_leaves(updates, [scaling.apply_scale(*of_leaf) for of_leaf in each])
         is_clipped = list(map(scaling.counts_as_clipped, scales, norms))
-        is_above = list(map(scaling.is_above, norms if decisive is None else decisive, limits))
+        is_above = list(map(scaling.is_above, decisive, limits))
+        fraction, is_any_above = self._counted(is_clipped, is_above)
+        return clipped, scales, fraction, counted(state, is_any_above)
+
+    def _counted(
+        self, is_clipped: list[jax.Array], is_above: list[jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns the fraction of all devices' units that are clipped, float32, and whether any is above. Shapes ()."""
+        if not is_clipped:
+            return jnp.zeros((), jnp.float32), jnp.zeros((), bool)
         # One collective takes all.
         flags = [flag.astype(jnp.float32) for flag in (*is_clipped, *is_above)]
         sums = leaf_sums(flags, axes=2 * self._across)
-        n = len(self.groups)
-        clipped, above = (jnp.sum(jnp.stack(x)) for x in (sums[:n], sums[n:]))
+        clipped, above = jnp.sum(jnp.stack(sums).reshape(2, -1), axis=1)
         # May be symbolic (tests/promises/test_export.py).
         units = sum(sizes(is_clipped, axes=self._across))
-        divisor = (
-            max(units, 1)
-            if isinstance(units, int)
-            else jnp.maximum(jnp.asarray(units, jnp.float32), 1)
-        )
-        return clipped / divisor, above > 0
+        return clipped / jnp.maximum(jnp.asarray(units, jnp.float32), 1), above > 0
 
     def with_numbers(
         self, tree: chex.ArrayTree, numbers: Sequence[PyTree], absent: float
@@ -214,11 +221,6 @@ class Units:
         """Returns a state's tree with new numbers, which come joined. On an Explicit mesh it keeps its sharding."""
         placed = map(partitioned_like, self.by_leaf(numbers), self.numbers_beside(tree))
         return self.with_leaves(tree, list(placed))
-
-    def scaled(self, updates: chex.ArrayTree, scales: Sequence[ClipScale]) -> chex.ArrayTree:
-        """Returns the gradients, each unit times its scale. The scales come joined."""
-        scaled = map(scaling.apply_scale, self.leaves, self.by_leaf(scales), self.dims)
-        return self.with_leaves(updates, list(scaled))
 
 
 def find_units(

@@ -221,19 +221,16 @@ def extended_number(value: float, dtype: DType) -> ExtendedFloat:
     return ExtendedFloat(jnp.asarray(mantissa, dtype), jnp.asarray(exponent, jnp.int32))
 
 
-def root_of_count(count: Number, dtype: DType) -> tuple[ExtendedFloat, ExtendedFloat]:
-    """Returns the square root of a number of elements, and its inverse. No elements count as one.
+def root_of_count(count: Number, dtype: DType) -> ExtendedFloat:
+    """Returns the square root of a number of elements. No elements count as one.
 
     The number may be symbolic (`jax.export`). It then takes the same float64 operations on the device.
     """
     if isinstance(count, int):
-        root = max(count, 1) ** 0.5
-        return extended_number(root, dtype), extended_number(1 / root, dtype)
+        return extended_number(max(count, 1) ** 0.5, dtype)
     with jax.enable_x64(True):
-        on_device = jnp.sqrt(jnp.maximum(jnp.asarray(count, jnp.float64), 1))
-        numbers = to_extended(on_device), to_extended(1 / on_device)
-        root, inverse = (ExtendedFloat(n.mantissa.astype(dtype), n.exponent) for n in numbers)
-        return root, inverse
+        root = to_extended(jnp.sqrt(jnp.maximum(jnp.asarray(count, jnp.float64), 1)))
+        return ExtendedFloat(root.mantissa.astype(dtype), root.exponent)
 
 
 def from_extended(number: ExtendedFloat) -> jax.Array:
