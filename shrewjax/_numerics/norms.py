@@ -62,7 +62,6 @@ from shrewjax._numerics.floats import (
 )
 from shrewjax._numerics.reductions import (
     any_device,
-    are_known,
     leaf_maxima,
     leaf_sums,
 )
@@ -297,8 +296,7 @@ def _in_two_passes(
 
     # 2
     is_rare = kind.on_all_devices(jnp.any(jnp.stack([jnp.any(shift != 0) for shift in shifts])))
-    choosers = [norm_sums[0]] * len(leaves) if kind.is_global else unit_sums
-    sums_of_scaled = partial(_sums_of_scaled, leaves, choosers, unit_sums, kind)
+    sums_of_scaled = partial(_sums_of_scaled, leaves, unit_sums, norm_sums, kind)
     scaled = run_if(is_rare, sums_of_scaled, lambda: joined_sums)
 
     # 3
@@ -325,24 +323,23 @@ def _norms_by_leaf(sums: jax.Array, scaled: jax.Array, shift: jax.Array) -> Exte
 
 def _sums_of_scaled(
     leaves: Sequence[jax.Array],
-    choosers: Sequence[jax.Array],
     unit_sums: Sequence[jax.Array],
+    norm_sums: Sequence[jax.Array],
     kind: _Kind,
 ) -> list[jax.Array]:
-    """Returns the sums of units, joined, of elements times the scale that brings an untrusted sum into range.
-
-    `choosers` are the sums that choose the scale of each leaf's units. `unit_sums` change no number (XLA-6).
-    """
+    """Returns the sums of units, joined, of elements times the scale that brings an untrusted sum into range."""
+    # XLA-7: the compiler would square a scale that it knows, which gives 0 * inf for the zero of a leaf of one element
+    # (test_norms, "one element"). So the sum, which chooses it, is unknown.
+    choosers = _unknown(norm_sums if kind.is_global else unit_sums)
+    factors = [power_of_two(shift_into_range(total), total.dtype) for total in choosers]
+    if kind.is_global:
+        # XLA-6: XLA:CPU materializes a scalar that leaves share, as an array of each leaf's size. So each leaf gets its
+        # own copy of the scalar: a clamp between equal bounds.
+        (factor,) = factors
+        factors = [lax.clamp(factor, sums, factor) for sums in unit_sums]
     scaled = []
-    for x, chooser, sums, dims in zip(leaves, choosers, unit_sums, kind.unit_dims, strict=True):
-        # XLA-7: the compiler would square a scale that it knows, which gives 0 * inf for the zero of a leaf of one
-        # element (test_norms, "one element"). So the sum, which chooses it, is unknown.
-        factor = power_of_two(shift_into_range(_unknown(chooser)), chooser.dtype)
-        if kind.is_global and not _is_small(x):
-            # XLA-6: XLA:CPU materializes a scalar that leaves share, as an array of each leaf's size. So each large
-            # leaf gets its own copy of the scalar: a clamp between equal bounds.
-            factor = lax.clamp(factor, sums, factor)
-        x = upcast(_unknown(x), factor.dtype)
+    for x, factor, dims in zip(_unknown(leaves), factors, kind.unit_dims, strict=True):
+        x = upcast(x, factor.dtype)
         scaled.append(mul_real(x, broadcast_to_leaf(factor, x, dims)))
     return join(kind.sums(scaled), kind.groups)
 
@@ -369,11 +366,6 @@ def _power(x: jax.Array, p: float) -> jax.Array:
     if is_complex(x):
         return lax.mul(x.real, x.real) + lax.mul(x.imag, x.imag)
     return lax.mul(x, x)
-
-
-def _is_small(x: jax.Array) -> bool:
-    """Returns whether a scalar in the size of a leaf is nothing that counts. A symbolic size may be large."""
-    return are_known([x.size]) and x.size <= 2**14
 
 
 def _by_maximum(leaves: Sequence[jax.Array], kind: _Kind) -> ExtendedFloat:
@@ -443,10 +435,15 @@ class _ScaleToOne(NamedTuple):
 
 
 def _scale_to_one(numbers: ExtendedFloat) -> _ScaleToOne:
-    """Returns the scales of these numbers. For a mantissa of 0 all three parts are 1."""
-    mantissas, exponents = numbers
-    first, second = factors_of_two(jnp.where(mantissas > 0, -exponents, 0), mantissas.dtype)
-    return _ScaleToOne(first, second, jnp.where(mantissas > 0, mantissas, 1))
+    """Returns the scales of these numbers. All three parts are 1 for a number that is 0 or not finite."""
+    is_defined = _is_defined(numbers)
+    exponents = jnp.where(is_defined, -numbers.exponent, 0)
+    first, second = factors_of_two(exponents, numbers.mantissa.dtype)
+    return _ScaleToOne(first, second, jnp.where(is_defined, numbers.mantissa, 1))
+
+
+def _is_defined(numbers: ExtendedFloat) -> jax.Array:
+    return jnp.isfinite(numbers.mantissa) & (numbers.mantissa > 0)
 
 
 @_measure.defjvp
@@ -463,14 +460,18 @@ def _measure_jvp(kind: _Kind, primals: tuple[Any, Any], tangents: tuple[Any, Any
     (leaves, rescales_small), (d_leaves, _) = primals, tangents
     norms = _measure(leaves, rescales_small, kind)
     measured = norms[:1] if kind.is_global else norms
-    are_defined = [jnp.isfinite(norm.mantissa) & (norm.mantissa > 0) for norm in measured]
 
     # 1
-    scales = _unit_scales(leaves, measured, are_defined, kind)
+    scales = list(map(_scale_to_one, measured))
+    if kind.is_global:
+        scales = jax.tree.map(lambda part: jnp.broadcast_to(part, (len(leaves),)), scales)
+    each = zip(leaves, kind.unit_dims, strict=True)
+    shapes = [tuple(x.shape[a] for a in dims) for x, dims in each]
+    by_leaf = split(scales, kind.groups, shapes)
 
     # 2
-    each = zip(*_unknown((leaves, d_leaves)), kind.unit_dims, scales, strict=True)
-    pairs = [_term(x, dx, dims, scale, kind.ord) for x, dx, dims, scale in each]
+    each = zip(*_unknown((leaves, d_leaves)), kind.unit_dims, by_leaf, strict=True)
+    pairs = [_term(*of_leaf, kind.ord) for of_leaf in each]
 
     # 3
     def of_norms(per_element: Sequence[jax.Array]) -> list[jax.Array]:
@@ -483,29 +484,11 @@ def _measure_jvp(kind: _Kind, primals: tuple[Any, Any], tangents: tuple[Any, Any
         slopes = [s / jnp.maximum(t, 1) for s, t in zip(slopes, ties, strict=True)]
 
     # 4
-    slopes = [jnp.where(d, s, 0) for d, s in zip(are_defined, slopes, strict=True)]
+    defined = map(_is_defined, measured)
+    slopes = [jnp.where(d, s, 0) for d, s in zip(defined, slopes, strict=True)]
     slopes += [jnp.zeros_like(norm.mantissa) for norm in norms[len(measured) :]]
     no_tangent: Any = partial(np.zeros, dtype=jax.dtypes.float0)  # of an integer
     return norms, [ExtendedFloat(slope, no_tangent(slope.shape)) for slope in slopes]
-
-
-def _unit_scales(
-    leaves: Sequence[jax.Array],
-    norms: Sequence[ExtendedFloat],
-    are_defined: Sequence[jax.Array],
-    kind: _Kind,
-) -> list[_ScaleToOne]:
-    """Returns the scales of each leaf's units that bring their norms to 1, and no scale where a norm is undefined."""
-    scales = [
-        _scale_to_one(norm._replace(mantissa=jnp.where(is_defined, norm.mantissa, 0)))
-        for norm, is_defined in zip(norms, are_defined, strict=True)
-    ]
-    if kind.is_global:
-        scales = jax.tree.map(lambda part: jnp.broadcast_to(part, (len(leaves),)), scales)
-    shapes = [
-        tuple(x.shape[a] for a in dims) for x, dims in zip(leaves, kind.unit_dims, strict=True)
-    ]
-    return split(scales, kind.groups, shapes)
 
 
 def _term(
