@@ -25,12 +25,12 @@ from shrewjax._base.axes import (
 )
 from shrewjax._base.mesh import is_typed_by_device, may_be_partitioned, partitioned_like
 from shrewjax._base.trees import is_gradient
-from shrewjax._base.types import AnyState, Axes, DType, KeyPath, Leaf, Metrics, PyTree
+from shrewjax._base.types import AnyState, Axes, AxisNames, DType, KeyPath, Leaf, Metrics, PyTree
 from shrewjax._clipping.rule import counted
 from shrewjax._numerics import floats, scaling
 from shrewjax._numerics.floats import ExtendedFloat
 from shrewjax._numerics.norms import combine, magnitude_key, measure_units
-from shrewjax._numerics.reductions import are_known, leaf_maxima, leaf_sums, sizes, unit_numbers
+from shrewjax._numerics.reductions import are_known, leaf_maxima, leaf_sums, placed_as_units, sizes
 from shrewjax._numerics.scaling import ClipScale
 from shrewjax._numerics.vectors import Groups, join, split
 
@@ -140,16 +140,18 @@ class Units:
     def numbers(self, tree: chex.ArrayTree, value: float, dtype: DType) -> chex.ArrayTree:
         """Returns a tree like `tree` of numbers: one for each unit, and one for each leaf without units."""
         others = jax.tree.map(lambda _: jnp.full((), value, dtype), tree)
-        if any(map(varying_axes, self.leaves)):
-            # Inside `shard_map`, with the types that norms of these units have
-            # (tests/devices/test_distribution.py, "that_init_in_shard_map").
-            zeros = [jnp.zeros_like(x, dtype=dtype) for x in self.leaves]
-            within: list[Axes] = [x.within for x in self.sharding]
-            of_units = [x + value for x in leaf_sums(zeros, axes=within, unit_dims=self.dims)]
-        else:
-            pairs = zip(self.leaves, self.dims, strict=True)
-            of_units = [unit_numbers(x, dims, value, dtype) for x, dims in pairs]
-        return self.with_leaves(others, of_units)
+        # Inside `shard_map`, with the types that norms of these units have
+        # (tests/devices/test_distribution.py, "that_init_in_shard_map").
+        is_typed = any(map(varying_axes, self.leaves))
+        whole: Sequence[AxisNames] = [()] * len(self.leaves)
+        within = [x.within for x in self.sharding] if is_typed else whole
+
+        def of_units(leaf: Leaf, dims: UnitDims, over: AxisNames) -> jax.Array:
+            zeros = jnp.zeros_like(leaf, dtype=dtype)
+            (sums,) = leaf_sums([zeros], axes=[over], unit_dims=[dims])
+            return placed_as_units(sums + jnp.asarray(value, dtype), leaf, dims)
+
+        return self.with_leaves(others, list(map(of_units, self.leaves, self.dims, within)))
 
     def numbers_beside(self, tree: chex.ArrayTree) -> list[PyTree]:
         """Returns the numbers of these units in a state's tree, by leaf. Raises if it has numbers of other units."""

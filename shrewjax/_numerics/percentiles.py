@@ -151,7 +151,8 @@ def _keys_of(x: Leaf, dtype: DType) -> jax.Array:
 def _at_or_below(dtype: DType, group: Group, pivots: jax.Array) -> list[jax.Array]:
     """Returns, for each pivot and each place of the group, the number of its keys at or below the pivot."""
     keys = [_keys_of(x, dtype) for x in group]
-    flags = ([(k <= p).astype(jnp.uint32) for k in keys] for p in pivots)
+    integers = count_dtype([group[0].size])
+    flags = ([(k <= p).astype(integers) for k in keys] for p in pivots)
     return [reduce(lax.add, of_pivot) for of_pivot in flags]
 
 
