@@ -149,12 +149,12 @@ def _zeros(counter: Argument, name: str, shape: tuple[int, ...]) -> jax.Array:
     counter = jnp.asarray(counter)
     if counter.dtype not in (jnp.float32, jnp.float64):
         raise ValueError(f"counter must be a float32 zero, got {counter.dtype}. Pass jnp.zeros(())")
-    pairs = zip(counter.shape[::-1], shape[::-1], strict=False)
-    if counter.ndim > len(shape) or any(n not in (1, m) for n, m in pairs):
+    try:
+        return jnp.broadcast_to(counter, shape)
+    except ValueError as error:
         raise ValueError(
             f"counter of shape {counter.shape} must broadcast to {shape}, the slices of leaf {name}. Pass jnp.zeros(())"
-        )
-    return jnp.broadcast_to(counter, shape)
+        ) from error
 
 
 class _Slices(NamedTuple):

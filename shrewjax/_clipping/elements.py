@@ -2,7 +2,7 @@
 
 import math
 from fractions import Fraction
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -388,7 +388,7 @@ def _clip_percentile(
     def by_leaf(of_scope: jax.Array) -> list[jax.Array]:
         return scalars(of_scope) if of_leaf else [of_scope] * len(counted)
 
-    percentile = traced if rule.percentile is None else rule.percentile
+    percentile: Any = traced if rule.percentile is None else rule.percentile
     selected_bounds, selected_bits = by_leaf(selected.bound), by_leaf(selected.bits)
     for i, bound, bits in zip(counted, selected_bounds, selected_bits, strict=True):
         keeps_all = (percentile >= 100) | jnp.isinf(bound)

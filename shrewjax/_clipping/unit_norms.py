@@ -15,7 +15,6 @@ from shrewjax._base.axes import UnitDims, are_whole, whole_shape
 from shrewjax._base.mesh import partitioned_like, placed_like
 from shrewjax._base.states import described, fields, increment_if, largest
 from shrewjax._base.types import (
-    AnyState,
     Argument,
     Axes,
     KeyPath,
@@ -24,7 +23,6 @@ from shrewjax._base.types import (
     Number,
     Params,
     PyTree,
-    Scalar,
     ShardedOver,
 )
 from shrewjax._clipping.rule import (
@@ -33,7 +31,7 @@ from shrewjax._clipping.rule import (
     metrics_of_counts,
     new_counts,
 )
-from shrewjax._clipping.units import Units, find_units, stacked_layers
+from shrewjax._clipping.units import find_units, stacked_layers
 from shrewjax._numerics import floats, histories, scaling
 from shrewjax._numerics.floats import ExtendedFloat
 from shrewjax._numerics.reductions import sizes
@@ -125,14 +123,15 @@ def clip_by_leaf_norm(
         units.numbers_beside(state.grad_norm)  # raises if the state has other units
         norms = units.norms(ord)
         limits = [scaling.as_limit(max_norm, norm) for norm in norms]
-        clipped, scales, _, counts = units.clip(updates, norms, limits, state)
+        updates, scales, measured = units.clip(updates, norms, limits, state)
         dtype = floats.sum_dtype(*jax.tree.leaves(state.grad_norm))
         stored_norms = [floats.stored(norm, dtype) for norm in norms]
         stored_scales = [scaling.applied_scale(scale, dtype) for scale in scales]
-        return clipped, ClipByLeafNormState(
+        return updates, ClipByLeafNormState(
             grad_norm=units.with_numbers(state.grad_norm, stored_norms, absent=0.0),
             clip_scale=units.with_numbers(state.clip_scale, stored_scales, absent=1.0),
-            **counts,
+            calls=measured["calls"],
+            clipped=measured["clipped"],
         )
 
     return clipping_rule(ClipByLeafNormState, init_fn, update_fn)
@@ -278,8 +277,11 @@ def adaptive_grad_clip(
         ]
         # On an Explicit mesh, parameters and gradients may be sharded differently.
         bases = [jax.tree.map(partitioned_like, *pair) for pair in zip(bases, norms, strict=True)]
-        clipped, ratio_max, measured = _clip_to_bases(updates, units, norms, bases, clipping, state)
-        return clipped, AdaptiveGradClipState(ratio_max, **measured)
+        limits = [floats.product(base, scaling.as_limit(clipping, base)) for base in bases]
+        updates, _, measured = units.clip(updates, norms, limits, state)
+        ratios = list(map(floats.quotient, norms, bases))
+        ratio_max = units.largest(ratios, state.ratio_max.dtype)
+        return updates, AdaptiveGradClipState(ratio_max, **measured)
 
     return clipping_rule(AdaptiveGradClipState, init_fn, update_fn, takes_any_state=True)
 
@@ -372,28 +374,13 @@ def clip_by_block_rms(
         # is `test_a_block_of_ones_has_a_root_mean_square_of_one`.
         of_ones = [floats.root_of_count(n, norms[0].mantissa.dtype) for n in counts]
         bases = list(map(placed_like, units.joined(of_ones), norms))
-        clipped, rms_max, measured = _clip_to_bases(updates, units, norms, bases, threshold, state)
-        return clipped, ClipByBlockRmsState(rms_max, **measured)
+        limits = [floats.product(scaling.as_limit(threshold, base), base) for base in bases]
+        updates, _, measured = units.clip(updates, norms, limits, state)
+        rms = list(map(floats.quotient, norms, bases))
+        rms_max = units.largest(rms, state.rms_max.dtype)
+        return updates, ClipByBlockRmsState(rms_max, **measured)
 
     return clipping_rule(ClipByBlockRmsState, init_fn, update_fn, takes_any_state=True)
-
-
-def _clip_to_bases(
-    updates: PyTree,
-    units: Units,
-    norms: list[ExtendedFloat],
-    bases: list[ExtendedFloat],
-    share: Scalar,
-    state: AnyState,
-) -> tuple[PyTree, jax.Array, Metrics]:
-    """Clips each unit to a share of its base.
-
-    Returns also the largest ratio of a norm to its base, in the dtype of the state's first field, and its other fields.
-    """
-    limits = [floats.product(base, scaling.as_limit(share, base)) for base in bases]
-    clipped, _, clipped_fraction, counts = units.clip(updates, norms, limits, state)
-    ratio_max = units.largest(list(map(floats.quotient, norms, bases)), state[0].dtype)
-    return clipped, ratio_max, {"clipped_fraction": clipped_fraction, **counts}
 
 
 @partial(jax.jit, inline=True)  # as `largest`
@@ -540,9 +527,7 @@ def clip_by_leaf_norm_ema(
         pairs = list(map(norm_and_limit, norms, emas))
         decisive, limits = ([pair[i] for pair in pairs] for i in (0, 1))
         # A unit that becomes NaN is in `clipped_fraction`. An update counts as clipped by its finite norms alone.
-        updates, scales, clipped_fraction, counts = units.clip(
-            updates, norms, limits, state, decisive=decisive
-        )
+        updates, scales, measured = units.clip(updates, norms, limits, state, decisive)
 
         # A unit that never had a nonzero gradient has no threshold: show 0.
         def shown(norm: ExtendedFloat, ema: jax.Array, limit: ExtendedFloat) -> ExtendedFloat:
@@ -561,8 +546,7 @@ def clip_by_leaf_norm_ema(
                 list(map(shown, norms, emas, limits)), state.threshold_max.dtype
             ),
             grad_norm_max=units.largest(norms, state.grad_norm_max.dtype),
-            clipped_fraction=clipped_fraction,
-            **counts,
+            **measured,
         )
 
     return clipping_rule(ClipByLeafNormEmaState, init_fn, update_fn)

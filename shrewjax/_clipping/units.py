@@ -158,8 +158,9 @@ class Units:
         numbers = self._beside(
             tree, "have no numbers in the state. Call init with parameters like the gradients"
         )
-        for path, x, dims, number in zip(self.paths, self.leaves, self.dims, numbers, strict=True):
-            expected = tuple(x.shape[a] for a in dims)
+        for path, x, expected, number in zip(
+            self.paths, self.leaves, self.shapes, numbers, strict=True
+        ):
             if number.shape != expected:
                 raise ValueError(
                     f"gradient leaf {trees.leaf_name(path)} of shape {x.shape} has units of shape {expected}, but "
@@ -181,36 +182,30 @@ class Units:
         norms: Sequence[ExtendedFloat],
         limits: Sequence[ExtendedFloat],
         state: AnyState,
-        *,
         decisive: Sequence[ExtendedFloat] | None = None,
-    ) -> tuple[chex.ArrayTree, list[ClipScale], jax.Array, Metrics]:
-        """Returns the clipped gradients, the scales, the fraction of clipped units, and the new counts of the state.
+    ) -> tuple[chex.ArrayTree, list[ClipScale], Metrics]:
+        """Returns the clipped gradients, the scales, and the new `clipped_fraction` and counts of the state.
 
-        All devices' units count. The limits are for the norms `decisive`, which are the units' own unless they are
-        given.
+        The limits are for the norms `decisive`, which are the units' own unless they are given. Norms that are not
+        finite are not above.
         """
         decisive = norms if decisive is None else decisive
         scales = scaling.clip_scales(decisive, limits)
         each = zip(self.leaves, self.by_leaf(scales), self.dims, strict=True)
         clipped = self.with_leaves(updates, [scaling.apply_scale(*of_leaf) for of_leaf in each])
-        is_clipped = list(map(scaling.counts_as_clipped, scales, norms))
-        is_above = list(map(scaling.is_above, decisive, limits))
-        fraction, is_any_above = self._counted(is_clipped, is_above)
-        return clipped, scales, fraction, counted(state, is_any_above)
-
-    def _counted(
-        self, is_clipped: list[jax.Array], is_above: list[jax.Array]
-    ) -> tuple[jax.Array, jax.Array]:
-        """Returns the fraction of all devices' units that are clipped, float32, and whether any is above. Shapes ()."""
-        if not is_clipped:
-            return jnp.zeros((), jnp.float32), jnp.zeros((), bool)
-        # One collective takes all.
-        flags = [flag.astype(jnp.float32) for flag in (*is_clipped, *is_above)]
-        sums = leaf_sums(flags, axes=2 * self._across)
-        clipped, above = jnp.sum(jnp.stack(sums).reshape(2, -1), axis=1)
-        # May be symbolic (tests/promises/test_export.py).
-        units = sum(sizes(is_clipped, axes=self._across))
-        return clipped / jnp.maximum(jnp.asarray(units, jnp.float32), 1), above > 0
+        fraction, is_any_above = jnp.zeros((), jnp.float32), jnp.zeros((), bool)
+        if norms:
+            is_clipped = list(map(scaling.counts_as_clipped, scales, norms))
+            is_above = list(map(scaling.is_above, decisive, limits))
+            # One collective takes all.
+            flags = [flag.astype(jnp.float32) for flag in (*is_clipped, *is_above)]
+            sums = jnp.stack(leaf_sums(flags, axes=2 * self._across))
+            of_clipped, of_above = jnp.sum(sums.reshape(2, len(norms)), axis=1)
+            # May be symbolic (tests/promises/test_export.py).
+            units = sum(sizes(is_clipped, axes=self._across))
+            fraction = of_clipped / jnp.maximum(jnp.asarray(units, jnp.float32), 1)
+            is_any_above = of_above > 0
+        return clipped, scales, {"clipped_fraction": fraction, **counted(state, is_any_above)}
 
     def with_numbers(
         self, tree: chex.ArrayTree, numbers: Sequence[PyTree], absent: float

@@ -465,8 +465,8 @@ def _measure_jvp(kind: _Kind, primals: tuple[Any, Any], tangents: tuple[Any, Any
     scales = list(map(_scale_to_one, measured))
     if kind.is_global:
         scales = jax.tree.map(lambda part: jnp.broadcast_to(part, (len(leaves),)), scales)
-    each = zip(leaves, kind.unit_dims, strict=True)
-    shapes = [tuple(x.shape[a] for a in dims) for x, dims in each]
+    with_dims = zip(leaves, kind.unit_dims, strict=True)
+    shapes = [tuple(x.shape[a] for a in dims) for x, dims in with_dims]
     by_leaf = split(scales, kind.groups, shapes)
 
     # 2

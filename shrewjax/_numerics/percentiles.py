@@ -110,9 +110,8 @@ class Keys(NamedTuple):
         flags, by_group = partial(_at_or_below, self.dtype), self._by_group(pivots)
         counts = leaf_counts(flags, self.groups, by_group, dtype=integers, axes=self.axes)
         of_groups = jnp.stack(counts)
-        if self.scope == "leaf":
-            return of_groups
-        return jnp.sum(of_groups, axis=0, keepdims=True, dtype=integers)
+        total = jnp.sum(of_groups, axis=0, keepdims=True, dtype=integers)
+        return of_groups if self.scope == "leaf" else total
 
     def neighbours(self, below: jax.Array, above: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the largest key at or below `below` and the smallest above `above`; 0 and infinity without one."""
@@ -124,11 +123,6 @@ class Keys(NamedTuple):
 
     def _by_group(self, keys: jax.Array) -> list[jax.Array]:
         return scalars(keys) if self.scope == "leaf" else [keys[0]] * len(self.groups)
-
-
-def at_least_16_bits(x: Leaf) -> jax.Array:
-    """Returns a leaf of 8 bits as bfloat16, which is exact, and any other as it is."""
-    return x.astype(jnp.bfloat16) if jnp.finfo(x.dtype).bits < 16 else x
 
 
 def common_dtype(leaves: Sequence[Leaf]) -> DType:
@@ -186,9 +180,8 @@ class Selected(NamedTuple):
     reads: jax.Array  # int32 (): number of reads of the data
 
 
-@partial(
-    jax.jit, static_argnums=1, inline=True
-)  # XLA-21: else each call outside jit compiles its loop
+# XLA-21: else each call outside of jit compiles its loop.
+@partial(jax.jit, static_argnums=1, inline=True)
 def select(
     leaves: Sequence[Leaf],
     rule: Rule,
@@ -221,18 +214,20 @@ def _selected(
         nothing = jnp.zeros((0,) if of_leaf else (), jnp.float32)
         none = nothing.astype(jnp.int32)
         return Selected(nothing, none, nothing, nothing, jnp.zeros((), jnp.int32))
-    leaves = [lax.stop_gradient(at_least_16_bits(x)) for x in leaves]
+    leaves = [lax.stop_gradient(x) for x in leaves]
+    # Leaves of 8 bits as bfloat16, which is exact.
+    leaves = [x.astype(jnp.bfloat16) if jnp.finfo(x.dtype).bits < 16 else x for x in leaves]
     dtype, result_dtype = common_dtype(leaves), floats.sum_dtype(*leaves)
     axes: list[Axes] = [*axes_to_reduce(leaves, rule.axes)]
     counts = sizes(leaves, axes=axes)
-    counts = counts if of_leaf else [sum(counts)]
-    with_axes = [((x,), over) for x, over in zip(leaves, axes, strict=True)]
-    groups = with_axes if of_leaf else grouped(leaves, axes)
+    groups: list[tuple[Group, Axes]] = [((x,), over) for x, over in zip(leaves, axes, strict=True)]
+    if not of_leaf:
+        counts, groups = [sum(counts)], grouped(leaves, axes)
     data = Keys([x for x, _ in groups], [over for _, over in groups], dtype, rule.scope)
     count = placed_like(jnp.asarray(counts, count_dtype(counts)), leaves)
 
     # 2. The search.
-    percentile = traced if rule.percentile is None else rule.percentile
+    percentile: Any = traced if rule.percentile is None else rule.percentile
 
     def wanted_beyond(zeros: jax.Array) -> OrderStatistic:
         """Returns what to search for if this many zeros are left out."""
@@ -250,9 +245,8 @@ def _selected(
         )
         if rule.over == "nonzero":
             # The first pivot of the first read is 0.
-            zeros, wanted = counted[:, 0], s.wanted
-            wanted = run_if(s.reads == 0, lambda: wanted_beyond(zeros), lambda: wanted)
-            s = s._replace(wanted=wanted)
+            of_rest = partial(wanted_beyond, counted[:, 0])
+            s = s._replace(wanted=run_if(s.reads == 0, of_rest, lambda: s.wanted))
         return _narrowed(s, counted, count, dtype)
 
     started = _started(count, wanted_beyond(jnp.zeros_like(count)), start, dtype)
@@ -275,8 +269,10 @@ def _selected(
     if traced is not None:
         undefined = undefined | jnp.isnan(traced)
     bound, above = (jnp.where(undefined, jnp.nan, x) for x in (bound, above))
-    measured = bound, bits, above, count.astype(jnp.float32)
-    return Selected(*(x if of_leaf else x[0] for x in measured), reads=reads)
+    elements = count.astype(jnp.float32)
+    if not of_leaf:
+        bound, bits, above, elements = (x[0] for x in (bound, bits, above, elements))
+    return Selected(bound, bits, above, elements, reads)
 
 
 # The first pivots without a start: exponents of two between which gradients usually are.

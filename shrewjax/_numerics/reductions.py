@@ -206,12 +206,19 @@ def combined_over(
     results = list(arrays)
     if not axes:
         return results
-    collectives = {"sum": lax.psum, "max": _extreme(lax.pmax), "min": _extreme(lax.pmin)}
+    varying = [as_varying(x, axes) for x in arrays]
+    collectives = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}
     for name, collective in collectives.items():
         chosen = [i for i, other in enumerate(names) if other == name]
-        combined = collective([as_varying(arrays[i], axes) for i in chosen], axes)
+        combined = collective([varying[i] for i in chosen], axes)
         for i, x in zip(chosen, combined, strict=True):
             results[i] = x
+    # XLA-25: the all-reduce of XLA:CPU loses a NaN.
+    extremes = [i for i, name in enumerate(names) if name in ("max", "min")]
+    floats = [i for i in extremes if jnp.issubdtype(arrays[i].dtype, jnp.floating)]
+    nans = lax.psum([jnp.isnan(varying[i]).astype(jnp.int32) for i in floats], axes)
+    for i, count in zip(floats, nans, strict=True):
+        results[i] = jnp.where(count > 0, jnp.full_like(results[i], jnp.nan), results[i])
     return results
 
 
@@ -244,20 +251,6 @@ def finite_leaves(
         return run_if(~jnp.all(plain), exactly, lambda: plain)
 
     return lax.platform_dependent(cuda=exactly, rocm=exactly, default=by_plain_sums)
-
-
-def _extreme(collective: Function) -> Function:
-    """Returns the collective, changed to keep a NaN, which the all-reduce of XLA:CPU loses (XLA-25)."""
-
-    def combined(arrays: Sequence[jax.Array], axes: AxisNames) -> list[jax.Array]:
-        results = list(collective(arrays, axes))
-        floats = [i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.floating)]
-        nans = lax.psum([jnp.isnan(arrays[i]).astype(jnp.int32) for i in floats], axes)
-        for i, count in zip(floats, nans, strict=True):
-            results[i] = jnp.where(count > 0, jnp.full_like(results[i], jnp.nan), results[i])
-        return results
-
-    return combined
 
 
 def _evenly(alike: Sequence[Leaf], most: int) -> list[Group]:

@@ -77,7 +77,9 @@ def pieces(vectors: Sequence[jax.Array], sizes: tuple[int, ...]) -> list[list[ja
     def in_a_kernel(vectors: Sequence[jax.Array]) -> list[list[jax.Array]]:
         return jax.tree.map(_in_a_kernel, by_number(vectors))
 
-    on_cpu = by_number if _is_explicit(vectors[0]) else by_operand
+    # If vmap maps models on an Explicit mesh, JAX 0.10.2 refuses operands that are constants of a branch, as those of
+    # `by_operand` are (tests/devices/test_models_on_devices.py).
+    on_cpu = by_number if explicit_axes(vectors[0]) else by_operand
     return lax.platform_dependent(
         vectors, cpu=on_cpu, cuda=in_a_kernel, rocm=in_a_kernel, default=by_number
     )
@@ -96,15 +98,6 @@ def _in_pairs(places: np.ndarray) -> np.ndarray:
     (tests/numerics/test_compile_size.py).
     """
     return np.stack([places, np.roll(places, -1)], axis=1)
-
-
-def _is_explicit(vector: jax.Array) -> bool:
-    """Returns whether an array is on an Explicit mesh.
-
-    If vmap maps models there, JAX 0.10.2 refuses operands that are constants of a branch, as `by_operand` makes them
-    (tests/devices/test_models_on_devices.py).
-    """
-    return bool(explicit_axes(vector))
 
 
 @partial(jax.jit, static_argnums=2)
