@@ -534,17 +534,21 @@ def clip_by_leaf_norm_ema(
             is_idle = ~is_warmup & (ema == 0) & (norm.mantissa == 0)
             return limit._replace(mantissa=jnp.where(is_idle, 0, limit.mantissa))
 
+        # The smallest norm of the warm-up, and from then on a moving average, both at least `floor`.
+        def next_ema(ema: jax.Array, clipped: jax.Array) -> jax.Array:
+            smallest = jnp.where(ema == 0, clipped, jnp.minimum(ema, clipped))
+            average = histories.ema(ema, clipped, share)
+            new = jnp.maximum(jnp.where(is_warmup | (ema == 0), smallest, average), floor)
+            is_usable = is_recorded & jnp.isfinite(clipped) & jnp.isfinite(new) & (clipped > 0)
+            return jnp.where(is_usable, new, ema)
+
         clipped = map(_clipped_norm, norms, decisive, limits, scales)
-        norm_emas = [
-            _next_ema(ema, x, share, floor, is_warmup=is_warmup, is_recorded=is_recorded)
-            for ema, x in zip(emas, clipped, strict=True)
-        ]
+        norm_emas = list(map(next_ema, emas, clipped))
+        thresholds = list(map(shown, norms, emas, limits))
         return updates, ClipByLeafNormEmaState(
             recorded=increment_if(is_recorded, state.recorded),
             norm_ema=units.updated(state.norm_ema, norm_emas),
-            threshold_max=units.largest(
-                list(map(shown, norms, emas, limits)), state.threshold_max.dtype
-            ),
+            threshold_max=units.largest(thresholds, state.threshold_max.dtype),
             grad_norm_max=units.largest(norms, state.grad_norm_max.dtype),
             **measured,
         )
@@ -558,23 +562,3 @@ def _clipped_norm(
     """Returns each unit's norm after the clip, float32."""
     if_clipped = floats.product(norm, floats.quotient(limit, decisive))
     return floats.stored(optax.tree.where(scale.applies, if_clipped, norm), jnp.float32)
-
-
-def _next_ema(
-    ema: jax.Array,
-    clipped: jax.Array,
-    share: jax.Array,
-    floor: jax.Array,
-    *,
-    is_warmup: jax.Array,
-    is_recorded: jax.Array,
-) -> jax.Array:
-    """Returns the average of each unit's norms: the smallest one of the warm-up, and from then on a moving average.
-
-    It is at least `floor`. It stays as it was if the step is not recorded, or if the clipped norm is 0 or not finite.
-    """
-    smallest = jnp.where(ema == 0, clipped, jnp.minimum(ema, clipped))
-    ema_or_min = jnp.where(is_warmup | (ema == 0), smallest, histories.ema(ema, clipped, share))
-    new = jnp.maximum(ema_or_min, floor)
-    is_recorded = is_recorded & jnp.isfinite(clipped) & jnp.isfinite(new) & (clipped > 0)
-    return jnp.where(is_recorded, new, ema)

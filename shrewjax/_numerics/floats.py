@@ -213,12 +213,9 @@ def to_extended(x: jax.Array) -> ExtendedFloat:
 
 def extended_number(value: float, dtype: DType) -> ExtendedFloat:
     """Returns a Python number >= 0, which may be beyond the range of the dtype."""
-    if value == 0 or math.isinf(value):
-        mantissa, exponent = value, 0 if value else EXPONENT_OF_ZERO
-    else:
-        half, exponent = math.frexp(value)
-        mantissa, exponent = 2 * half, exponent - 1
-    return ExtendedFloat(jnp.asarray(mantissa, dtype), jnp.asarray(exponent, jnp.int32))
+    half, exponent = math.frexp(value)  # in [1/2, 1) if it is neither 0 nor infinite
+    exponent = exponent - 1 if value else EXPONENT_OF_ZERO
+    return ExtendedFloat(jnp.asarray(2 * half, dtype), jnp.asarray(exponent, jnp.int32))
 
 
 def root_of_count(count: Number, dtype: DType) -> ExtendedFloat:

@@ -157,10 +157,10 @@ def measure_with_leaves(
 
     No leaf is read again for its own norm, so small elements may be flushed in it (`clip_by_global_norm`).
     """
-    kind = _global(leaves, 2, axes)._replace(by_leaf=True)
-    norm, *of_leaves = _measure(leaves, None, kind)
-    # One vector of norms, or none without leaves.
-    return norm, [x for norms in of_leaves for x in scalars(from_extended(norms))]
+    if not leaves:
+        return measure(leaves, 2, axes), []
+    norm, of_leaves = _measure(leaves, None, _global(leaves, 2, axes)._replace(by_leaf=True))
+    return norm, scalars(from_extended(of_leaves))
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3, 4), inline=True)  # XLA-21
