@@ -1,8 +1,7 @@
 """Clipping element by element: to a given bound, or to a percentile of the magnitudes."""
 
 import math
-from fractions import Fraction
-from typing import Any, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -267,8 +266,8 @@ def clip_grad_percentile(
     `numpy.percentile`: R. J. Hyndman, Y. Fan, "Sample quantiles in statistical packages", The American Statistician 50
     (1996), definition 7. Coordinate-wise clipping under heavy tails: J. Zhang et al., 2020, arXiv:1912.03194.
     """
-    rule, traced = _checked(percentile, method, scope, over, sharded_over)
-    clipped, bounds, _ = _clip_percentile(grads, rule, traced, start=None)
+    rule = _checked(percentile, method, scope, over, sharded_over)
+    clipped, bounds, _ = _clip_percentile(grads, rule, start=None)
     return clipped, bounds
 
 
@@ -330,7 +329,7 @@ def clip_by_percentile(
 
     Source: as for `clip_grad_percentile`.
     """
-    rule, traced = _checked(percentile, method, scope, over, sharded_over)
+    rule = _checked(percentile, method, scope, over, sharded_over)
 
     def init_fn(params: optax.Params) -> ClipByPercentileState:
         of_leaves = params if scope == "leaf" else 0
@@ -338,7 +337,7 @@ def clip_by_percentile(
         return ClipByPercentileState(bound=bounds, clipped_fraction=jnp.zeros((), jnp.float32))
 
     def update_fn(updates: PyTree, state: ClipByPercentileState, _: Params) -> Updated:
-        clipped, bounds, clipped_fraction = _clip_percentile(updates, rule, traced, state.bound)
+        clipped, bounds, clipped_fraction = _clip_percentile(updates, rule, start=state.bound)
         zero = jnp.zeros((), jnp.float32)  # the bound of a gradient of None
 
         def recorded(_: jax.Array, bound: jax.Array | None) -> jax.Array:
@@ -352,23 +351,17 @@ def clip_by_percentile(
 
 def _checked(
     percentile: Number, method: Method, scope: Scope, over: Over, sharded_over: Argument
-) -> tuple[Rule, jax.Array | None]:
-    """Returns the checked rule, and the percentile if it is traced."""
-    checked = arguments.percentile(percentile)
-    known, traced = (checked, None) if isinstance(checked, Fraction) else (None, checked)
-    rule = Rule(
-        known,
+) -> Rule:
+    return Rule(
+        arguments.percentile(percentile),
         arguments.choice("method", method, get_args(Method)),
         arguments.choice("scope", scope, get_args(Scope)),
         arguments.choice("over", over, get_args(Over)),
         arguments.sharded_over(sharded_over),
     )
-    return rule, traced
 
 
-def _clip_percentile(
-    grads: Tree, rule: Rule, traced: jax.Array | None, start: PyTree
-) -> tuple[Tree, PyTree, jax.Array]:
+def _clip_percentile(grads: Tree, rule: Rule, start: PyTree) -> tuple[Tree, PyTree, jax.Array]:
     """Returns the clipped gradients, the bound or bounds, and clipped elements / elements.
 
     `start` has the bound or bounds of the last update, where the search begins. With None, it begins at usual
@@ -382,16 +375,15 @@ def _clip_percentile(
         starts = jax.tree.leaves(jax.tree.map(lambda s, g: None if g is None else s, start, grads))
         start = jnp.stack([starts[i] for i in counted]) if counted else None
     rule = rule._replace(axes=arguments.axes_by_leaf(rule.axes, grads))
-    selected = select([leaves[i] for i in counted], rule, traced, start)
+    selected = select([leaves[i] for i in counted], rule, start)
     bounds: list[jax.Array] = [jnp.zeros((), jnp.float32)] * len(leaves)
 
     def by_leaf(of_scope: jax.Array) -> list[jax.Array]:
         return scalars(of_scope) if of_leaf else [of_scope] * len(counted)
 
-    percentile: Any = traced if rule.percentile is None else rule.percentile
     selected_bounds, selected_bits = by_leaf(selected.bound), by_leaf(selected.bits)
     for i, bound, bits in zip(counted, selected_bounds, selected_bits, strict=True):
-        keeps_all = (percentile >= 100) | jnp.isinf(bound)
+        keeps_all = (rule.percentile >= 100) | jnp.isinf(bound)
         leaves[i] = _clip_magnitude(leaves[i], bound, bits, keeps_all)
         bounds[i] = bound
     clipped_fraction = jnp.sum(selected.above) / jnp.maximum(jnp.sum(selected.elements), 1)

@@ -157,10 +157,9 @@ def measure_with_leaves(
 
     No leaf is read again for its own norm, so small elements may be flushed in it (`clip_by_global_norm`).
     """
-    if not leaves:
-        return measure(leaves, 2, axes), []
-    norm, of_leaves = _measure(leaves, None, _global(leaves, 2, axes)._replace(by_leaf=True))
-    return norm, scalars(from_extended(of_leaves))
+    kind = _global(leaves, 2, axes)._replace(by_leaf=True)
+    norm, *of_leaves = _measure(leaves, None, kind)
+    return norm, scalars(from_extended(*of_leaves)) if leaves else []
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3, 4), inline=True)  # XLA-21

@@ -161,9 +161,9 @@ def _beside(dtype: DType, group: Group, below_and_above: jax.Array) -> list[jax.
 
 
 class Rule(NamedTuple):
-    """Which percentile of which elements, as far as it decides which program is compiled."""
+    """Which percentile of which elements. All but a traced percentile decides which program is compiled."""
 
-    percentile: Fraction | None  # None: it is traced
+    percentile: Any  # a Fraction if it is known, otherwise an array
     method: Method
     scope: Scope
     over: Over
@@ -180,28 +180,26 @@ class Selected(NamedTuple):
     reads: jax.Array  # int32 (): number of reads of the data
 
 
-# XLA-21: else each call outside of jit compiles its loop.
-@partial(jax.jit, static_argnums=1, inline=True)
-def select(
-    leaves: Sequence[Leaf],
-    rule: Rule,
-    traced: jax.Array | None = None,
-    start: jax.Array | None = None,
-) -> Selected:
+def select(leaves: Sequence[Leaf], rule: Rule, start: jax.Array | None = None) -> Selected:
     """Returns the percentile of |x| over the elements of all leaves together or of each leaf.
 
-    The percentile is `traced` if the rule has none. The search begins at `start`, of the result's shape, if that is
-    positive and finite. A start near the result saves reads. The derivative is 0.
+    The search begins at `start`, of the result's shape, if that is positive and finite. A start near the result saves
+    reads. The derivative is 0.
     """
+    traced = None if isinstance(rule.percentile, Fraction) else rule.percentile
+    static = rule if traced is None else rule._replace(percentile=None)
     # 64 bits are for ranks, and for counts beyond 2**32. Everything else has a dtype of its own.
     with jax.enable_x64(True):
-        return _selected(leaves, rule, traced, start)
+        return _selected(leaves, static, traced, start)
 
 
+@partial(
+    jax.jit, static_argnums=1, inline=True
+)  # XLA-21: else each call outside jit compiles its loop
 def _selected(
     leaves: Sequence[Leaf], rule: Rule, traced: jax.Array | None, start: jax.Array | None
 ) -> Selected:
-    """Returns the percentile, in four steps.
+    """Returns the percentile, in four steps. It is `traced` if the rule has none.
 
     1. Count the elements, and group the leaves that are read together.
     2. Search for the key at the rank. If zeros are left out, the first read counts them and moves the rank.
@@ -227,7 +225,7 @@ def _selected(
     count = placed_like(jnp.asarray(counts, count_dtype(counts)), leaves)
 
     # 2. The search.
-    percentile: Any = traced if rule.percentile is None else rule.percentile
+    percentile = rule.percentile if traced is None else traced
 
     def wanted_beyond(zeros: jax.Array) -> OrderStatistic:
         """Returns what to search for if this many zeros are left out."""

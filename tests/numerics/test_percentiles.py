@@ -69,9 +69,8 @@ OPTIONS = ("method", "over", "scope")
 
 
 def plain_select(leaves, percentile, start=None, method="linear", over="all", scope="global"):
-    known, traced = (percentile, None) if isinstance(percentile, Fraction) else (None, percentile)
-    rule = percentiles.Rule(known, method=method, scope=scope, over=over, axes=None)
-    return percentiles.select(leaves, rule, traced, start)
+    rule = percentiles.Rule(percentile, method=method, scope=scope, over=over, axes=None)
+    return percentiles.select(leaves, rule, start)
 
 
 select, quick_select = (jit(plain_select, static_argnames=OPTIONS) for jit in (users_jit, quick_jit))
