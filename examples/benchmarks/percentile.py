@@ -34,7 +34,7 @@ def gradients(quick: bool, dtype: Any = jnp.float32) -> list[jax.Array]:
 
 def search(percentile: str, leaves: list[jax.Array], start: jax.Array | None = None) -> Selected:
     """Finds the bound as `clip_grad_percentile` does, and also counts the reads."""
-    rule = Rule(Fraction(percentile), None, method="linear", scope="global", over="all", axes=None)
+    rule = Rule(Fraction(percentile), method="linear", scope="global", over="all", axes=None)
     return select(leaves, rule, start)
 
 

@@ -4,6 +4,7 @@ r"""Clipping inside the backward pass, where gradients blow up: each slice of th
 So the clip is a primitive. It is linear and its own derivative, and its transpose clips.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -107,9 +108,8 @@ def clip_cotangent(
     max_norm, ord = arguments.threshold("max_norm", max_norm), arguments.order(ord)
     axis = arguments.axes("axis", axis)
     sharded_over = arguments.axis_names("sharded_over", sharded_over)
-    traced_limit, static_limit = (
-        ([max_norm], None) if isinstance(max_norm, jax.Array) else ([], max_norm)
-    )
+    traced_limit = [max_norm] if isinstance(max_norm, jax.Array) else []
+    static_limit = math.inf if traced_limit else max_norm
 
     def guarded(path: KeyPath, leaf: Leaf) -> Leaf:
         if not is_gradient(leaf):
@@ -149,12 +149,12 @@ def _zeros(counter: Argument, name: str, shape: tuple[int, ...]) -> jax.Array:
     counter = jnp.asarray(counter)
     if counter.dtype not in (jnp.float32, jnp.float64):
         raise ValueError(f"counter must be a float32 zero, got {counter.dtype}. Pass jnp.zeros(())")
-    pairs = zip(counter.shape[::-1], shape[::-1], strict=False)
-    if counter.ndim > len(shape) or any(n not in (1, m) for n, m in pairs):
+    try:
+        return jnp.broadcast_to(counter, shape)
+    except ValueError as error:
         raise ValueError(
             f"counter of shape {counter.shape} must broadcast to {shape}, the slices of leaf {name}. Pass jnp.zeros(())"
-        )
-    return jnp.broadcast_to(counter, shape)
+        ) from error
 
 
 class _Slices(NamedTuple):
@@ -163,16 +163,14 @@ class _Slices(NamedTuple):
     dims: UnitDims  # the axes that number the slices
     divided: AxisNames  # mapped axes along which devices hold parts of the same slices
     ord: float
-    limit: float | None  # None: the limit is an operand
+    limit: Scalar  # infinite if the limit is an operand
 
     def clip(self, cotangent: jax.Array, *traced_limit: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the clipped cotangent, and whether each slice was clipped."""
-        value: Scalar | None = self.limit
-        if value is None:
-            (value,) = traced_limit
-            # Under `jax.vmap`, each example may have its own, whose axes are then the first axes of the slices.
-            if value.ndim > 0:
-                value = lax.expand_dims(value, range(value.ndim, len(self.dims)))
+        (value,) = traced_limit or (self.limit,)
+        # Under `jax.vmap`, each example may have its own, whose axes are then the first axes of the slices.
+        if isinstance(value, jax.Array) and value.ndim > 0:
+            value = lax.expand_dims(value, range(value.ndim, len(self.dims)))
         limit = scaling.as_limit(value, cotangent)
         norm = measure_slices(cotangent, self.ord, self.dims, self.divided, limit)
         clipped, applies = scaling.clip_slices(cotangent, norm, limit, self.dims)

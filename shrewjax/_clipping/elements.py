@@ -1,8 +1,6 @@
 """Clipping element by element: to a given bound, or to a percentile of the magnitudes."""
 
-import dataclasses
 import math
-from fractions import Fraction
 from typing import NamedTuple, get_args
 
 import jax
@@ -17,7 +15,6 @@ from shrewjax._base.states import described, largest
 from shrewjax._base.trees import is_gradient
 from shrewjax._base.types import (
     Argument,
-    Flag,
     Leaf,
     Metrics,
     Number,
@@ -110,31 +107,37 @@ def clip_by_value(max_value: Number) -> optax.GradientTransformationExtraArgs:
 class Limit(NamedTuple):
     """The largest magnitude that a leaf may have, in the leaf's precision. All fields are scalars."""
 
-    bound: jax.Array  # the largest magnitude
-    bits: jax.Array  # its bits; 0 where the backend flushes it
-    is_infinite: Flag  # elements stay, to the last bit
-    is_nan: Flag  # they become NaN
+    bound: jax.Array  # the largest magnitude, for complex leaves and for derivatives
+    bits: jax.Array  # its bits, rounded toward zero
+    is_infinite: jax.Array  # elements stay, to the last bit
+    is_nan: jax.Array  # they become NaN
 
 
-def clip_magnitude(x: Leaf, limit: Limit) -> jax.Array:
-    """Clips |x|. NaN stays NaN."""
-    limit = placed_like(limit, x)
+def _clip_leaf_value(x: Leaf, max_value: Scalar) -> jax.Array:
+    if isinstance(max_value, float):
+        if math.isinf(max_value):
+            return x
+        max_value = floats.toward_zero(max_value, floats.sum_dtype(x))
+    value = max_value.astype(floats.sum_dtype(x, max_value))
+    bits = jnp.where(floats.sign_bit(value), 0, floats.magnitude_bits(value))
+    return _clip_magnitude(x, value, bits, value == jnp.inf)
+
+
+def _clip_magnitude(
+    x: Leaf, value: jax.Array, bits: jax.Array, is_infinite: jax.Array
+) -> jax.Array:
+    """Clips |x| to a limit, a float32 or float64 number with its bits. NaN stays NaN.
+
+    The number has derivatives. A backend flushes it if it is subnormal, but not the bits (XLA-18).
+    """
+    precision = floats.real_dtype(x)
+    bound = jnp.clip(value, 0, float(jnp.finfo(precision).max)).astype(precision)
+    bits = floats.narrower_bits(bits, value.dtype, precision)
+    limit = placed_like(Limit(bound, bits, is_infinite, jnp.isnan(value)), x)
     if not floats.is_complex(x):
         return _clip_real(x, limit)
     clipped = jnp.where(limit.is_infinite, x, _clip_modulus(x, limit.bound))
     return jnp.where(limit.is_nan, jnp.nan, clipped)
-
-
-def _clip_leaf_value(x: Leaf, max_value: Scalar) -> jax.Array:
-    if isinstance(max_value, float) and math.isinf(max_value):
-        return x
-    bound = floats.round_toward_zero(max_value, floats.real_dtype(x))
-    # A threshold that the backend flushes counts as 0. Without this line its bits would still count: see
-    # `test_a_threshold_that_is_flushed_leaves_zeros_alone`.
-    bits = jnp.where(bound == 0, 0, floats.magnitude_bits(bound))
-    is_infinite = max_value == jnp.inf
-    is_nan = isinstance(max_value, jax.Array) and jnp.isnan(max_value)
-    return clip_magnitude(x, Limit(bound, bits, is_infinite, is_nan))
 
 
 @jax.custom_jvp
@@ -176,7 +179,7 @@ def _is_outside(x: jax.Array, limit: Limit) -> jax.Array:
     wide = jnp.finfo(x.dtype).bits >= 16
     is_nan = magnitude > floats.infinity_bits(x.dtype) if wide else jnp.isnan(x)
     is_outside = ((magnitude > limit.bits) | (limit.bits == 0)) & ~is_nan
-    return (is_outside & jnp.logical_not(limit.is_infinite)) | limit.is_nan
+    return (is_outside & ~limit.is_infinite) | limit.is_nan
 
 
 def _clip_modulus(x: Leaf, bound: jax.Array) -> jax.Array:
@@ -349,11 +352,8 @@ def clip_by_percentile(
 def _checked(
     percentile: Number, method: Method, scope: Scope, over: Over, sharded_over: Argument
 ) -> Rule:
-    checked = arguments.percentile(percentile)
-    known, traced = (checked, None) if isinstance(checked, Fraction) else (None, checked)
     return Rule(
-        known,
-        traced,
+        arguments.percentile(percentile),
         arguments.choice("method", method, get_args(Method)),
         arguments.choice("scope", scope, get_args(Scope)),
         arguments.choice("over", over, get_args(Over)),
@@ -374,34 +374,18 @@ def _clip_percentile(grads: Tree, rule: Rule, start: PyTree) -> tuple[Tree, PyTr
         # The state may have a bound where the gradient is None. The search does not need it.
         starts = jax.tree.leaves(jax.tree.map(lambda s, g: None if g is None else s, start, grads))
         start = jnp.stack([starts[i] for i in counted]) if counted else None
-    rule = dataclasses.replace(rule, axes=arguments.axes_by_leaf(rule.axes, grads))
+    rule = rule._replace(axes=arguments.axes_by_leaf(rule.axes, grads))
     selected = select([leaves[i] for i in counted], rule, start)
     bounds: list[jax.Array] = [jnp.zeros((), jnp.float32)] * len(leaves)
 
     def by_leaf(of_scope: jax.Array) -> list[jax.Array]:
         return scalars(of_scope) if of_leaf else [of_scope] * len(counted)
 
-    # The bits come beside the bound, because a backend flushes a bound that is subnormal (XLA-18).
     selected_bounds, selected_bits = by_leaf(selected.bound), by_leaf(selected.bits)
     for i, bound, bits in zip(counted, selected_bounds, selected_bits, strict=True):
-        leaves[i] = _clip_to_selected(leaves[i], bound, bits, rule.percentile)
+        keeps_all = (rule.percentile >= 100) | jnp.isinf(bound)
+        leaves[i] = _clip_magnitude(leaves[i], bound, bits, keeps_all)
         bounds[i] = bound
     clipped_fraction = jnp.sum(selected.above) / jnp.maximum(jnp.sum(selected.elements), 1)
     of_grads = treedef.unflatten(bounds) if of_leaf else selected.bound
     return treedef.unflatten(leaves), of_grads, clipped_fraction
-
-
-def _clip_to_selected(
-    x: Leaf, bound: jax.Array, bits: jax.Array, percentile: Fraction | jax.Array
-) -> jax.Array:
-    """Clips a leaf to a percentile, given as a number and as bits."""
-    precision = floats.real_dtype(x)
-    # Some 8-bit dtypes have no infinity, which `narrower_bits` needs.
-    if jnp.finfo(precision).bits < 16:
-        rounded = floats.round_toward_zero(bound, precision)
-        rounded_bits = floats.magnitude_bits(rounded)
-    else:
-        rounded_bits = floats.narrower_bits(bits, bound.dtype, precision)
-        rounded = lax.bitcast_convert_type(rounded_bits, precision)
-    limit = Limit(rounded, rounded_bits, (percentile >= 100) | jnp.isinf(bound), jnp.isnan(bound))
-    return clip_magnitude(x, limit)

@@ -11,6 +11,7 @@ import optax
 from shrewjax._base import arguments, trees
 from shrewjax._base.states import described, fields, require_made_with
 from shrewjax._base.types import (
+    AnyState,
     Metrics,
     Number,
     Params,
@@ -136,7 +137,7 @@ def clip_grad_norm(
     """
     max_norm, ord = arguments.threshold("max_norm", max_norm), arguments.order(ord)
     norm = global_norm(grads, ord, arguments.sharded_over(sharded_over))
-    clipped, _ = clip_to_limit(grads, norm, scaling.as_limit(max_norm, norm))
+    clipped, _ = _clip_to_limit(grads, norm, scaling.as_limit(max_norm, norm))
     return clipped, floats.from_extended(norm)
 
 
@@ -243,13 +244,8 @@ def clip_by_global_norm(
         else:
             norm, leaf_norms = global_norm(updates, ord, axes), ()
         limit = scaling.as_limit(max_norm, norm)
-        updates, scale = clip_to_limit(updates, norm, limit)
-        return updates, ClipByGlobalNormState(
-            grad_norm=floats.stored(norm, state.grad_norm.dtype),
-            clip_scale=scaling.applied_scale(scale, state.clip_scale.dtype),
-            **counted(state, scaling.is_above(norm, limit)),
-            leaf_norms=leaf_norms,
-        )
+        updates, measured = _clip_and_measure(updates, norm, limit, state)
+        return updates, ClipByGlobalNormState(**measured, leaf_norms=leaf_norms)
 
     return clipping_rule(
         ClipByGlobalNormState, init_fn, update_fn, takes_any_state=not per_leaf, sharded_over=axes
@@ -269,10 +265,24 @@ def global_norm(grads: PyTree, ord: float, axes: arguments.Shardings) -> Extende
     return measure(trees.floating(grads), ord, arguments.axes_by_leaf(axes, grads))
 
 
-def clip_to_limit(grads: Tree, norm: ExtendedFloat, limit: ExtendedFloat) -> tuple[Tree, ClipScale]:
+def _clip_to_limit(
+    grads: Tree, norm: ExtendedFloat, limit: ExtendedFloat
+) -> tuple[Tree, ClipScale]:
     """Clips gradients of this norm to a limit, and returns the scale, too."""
-    scale = scaling.clip_scale(norm, limit)
+    (scale,) = scaling.clip_scales([norm], [limit])
     return trees.map_floating(lambda x: scaling.apply_scale(x, scale), grads), scale
+
+
+def _clip_and_measure(
+    updates: PyTree, norm: ExtendedFloat, limit: ExtendedFloat, state: AnyState
+) -> tuple[PyTree, Metrics]:
+    """Clips updates of this norm to a limit. Returns also the fields of the state that `_new_measurements` begins."""
+    clipped, scale = _clip_to_limit(updates, norm, limit)
+    measured = {
+        "grad_norm": floats.stored(norm, state.grad_norm.dtype),
+        "clip_scale": scaling.applied_scale(scale, state.clip_scale.dtype),
+    }
+    return clipped, measured | counted(state, scaling.is_above(norm, limit))
 
 
 def _global_and_leaf_norms(
@@ -417,14 +427,8 @@ def clip_by_norm_percentile(
         history = histories.push(state.history, grad_norm)
         threshold = histories.percentile(history, percentile)
         limit = _float32_limit(threshold, grad_norm, norm)
-        updates, scale = clip_to_limit(updates, norm, limit)
-        return updates, ClipByNormPercentileState(
-            history,
-            threshold,
-            grad_norm=floats.stored(norm, state.grad_norm.dtype),
-            clip_scale=scaling.applied_scale(scale, state.clip_scale.dtype),
-            **counted(state, scaling.is_above(norm, limit)),
-        )
+        updates, measured = _clip_and_measure(updates, norm, limit, state)
+        return updates, ClipByNormPercentileState(history, threshold, **measured)
 
     return clipping_rule(ClipByNormPercentileState, init_fn, update_fn, sharded_over=axes)
 
@@ -557,20 +561,14 @@ def clip_by_norm_zscore(
         threshold = jnp.minimum(jnp.where(has_no_score, jnp.inf, scored), cap)
         threshold = jnp.where(jnp.isnan(z_limit) | jnp.isnan(eps_), jnp.nan, threshold)
         limit = _float32_limit(threshold, grad_norm, norm)
-        updates, scale = clip_to_limit(updates, norm, limit)
+        updates, measured = _clip_and_measure(updates, norm, limit, state)
 
         # A finite gradient whose norm is beyond float32 is recorded as clipped. An infinite gradient is not recorded.
         recorded = jnp.where(is_spike, clipped_norm, grad_norm)
         recorded = jnp.where(jnp.isfinite(norm.mantissa), recorded, jnp.nan)
         share = jnp.asarray(1 - decay, jnp.float32)
         moments = histories.update_moments(past, recorded, share, has_no_score)
-        return updates, ClipByNormZscoreState(
-            *moments,
-            threshold=threshold,
-            grad_norm=floats.stored(norm, state.grad_norm.dtype),
-            clip_scale=scaling.applied_scale(scale, state.clip_scale.dtype),
-            **counted(state, scaling.is_above(norm, limit)),
-        )
+        return updates, ClipByNormZscoreState(*moments, threshold=threshold, **measured)
 
     return clipping_rule(ClipByNormZscoreState, init_fn, update_fn, sharded_over=axes)
 

@@ -28,7 +28,6 @@ from shrewjax._base.types import (
 from shrewjax._clipping.rule import (
     Updated,
     clipping_rule,
-    counted,
     metrics_of_counts,
     new_counts,
 )
@@ -124,14 +123,15 @@ def clip_by_leaf_norm(
         units.numbers_beside(state.grad_norm)  # raises if the state has other units
         norms = units.norms(ord)
         limits = [scaling.as_limit(max_norm, norm) for norm in norms]
-        scales = scaling.clip_scales(norms, limits)
+        updates, scales, measured = units.clip(updates, norms, limits, state)
         dtype = floats.sum_dtype(*jax.tree.leaves(state.grad_norm))
         stored_norms = [floats.stored(norm, dtype) for norm in norms]
         stored_scales = [scaling.applied_scale(scale, dtype) for scale in scales]
-        return units.scaled(updates, scales), ClipByLeafNormState(
+        return updates, ClipByLeafNormState(
             grad_norm=units.with_numbers(state.grad_norm, stored_norms, absent=0.0),
             clip_scale=units.with_numbers(state.clip_scale, stored_scales, absent=1.0),
-            **counted(state, units.clipped(norms, limits, scales)[1]),
+            calls=measured["calls"],
+            clipped=measured["clipped"],
         )
 
     return clipping_rule(ClipByLeafNormState, init_fn, update_fn)
@@ -278,14 +278,10 @@ def adaptive_grad_clip(
         # On an Explicit mesh, parameters and gradients may be sharded differently.
         bases = [jax.tree.map(partitioned_like, *pair) for pair in zip(bases, norms, strict=True)]
         limits = [floats.product(base, scaling.as_limit(clipping, base)) for base in bases]
-        scales = scaling.clip_scales(norms, limits)
+        updates, _, measured = units.clip(updates, norms, limits, state)
         ratios = list(map(floats.quotient, norms, bases))
-        clipped_fraction, is_any_above = units.clipped(norms, limits, scales)
-        return units.scaled(updates, scales), AdaptiveGradClipState(
-            ratio_max=units.largest(ratios, state.ratio_max.dtype),
-            clipped_fraction=clipped_fraction,
-            **counted(state, is_any_above),
-        )
+        ratio_max = units.largest(ratios, state.ratio_max.dtype)
+        return updates, AdaptiveGradClipState(ratio_max, **measured)
 
     return clipping_rule(AdaptiveGradClipState, init_fn, update_fn, takes_any_state=True)
 
@@ -376,18 +372,13 @@ def clip_by_block_rms(
         counts = sizes(units.leaves, axes=within, unit_dims=units.dims)
         # The norm is compared, not the RMS, because rounding could put the RMS of ones above a threshold of 1. The test
         # is `test_a_block_of_ones_has_a_root_mean_square_of_one`.
-        roots = [floats.root_of_count(n, norms[0].mantissa.dtype) for n in counts]
-        of_ones, inverses = (units.joined([pair[i] for pair in roots]) for i in (0, 1))
-        of_ones = list(map(placed_like, of_ones, norms))
-        limits = [floats.product(scaling.as_limit(threshold, n), n) for n in of_ones]
-        rms = list(map(floats.product, norms, inverses))
-        scales = scaling.clip_scales(norms, limits)
-        clipped_fraction, is_any_above = units.clipped(norms, limits, scales)
-        return units.scaled(updates, scales), ClipByBlockRmsState(
-            rms_max=units.largest(rms, state.rms_max.dtype),
-            clipped_fraction=clipped_fraction,
-            **counted(state, is_any_above),
-        )
+        of_ones = [floats.root_of_count(n, norms[0].mantissa.dtype) for n in counts]
+        bases = list(map(placed_like, units.joined(of_ones), norms))
+        limits = [floats.product(scaling.as_limit(threshold, base), base) for base in bases]
+        updates, _, measured = units.clip(updates, norms, limits, state)
+        rms = list(map(floats.quotient, norms, bases))
+        rms_max = units.largest(rms, state.rms_max.dtype)
+        return updates, ClipByBlockRmsState(rms_max, **measured)
 
     return clipping_rule(ClipByBlockRmsState, init_fn, update_fn, takes_any_state=True)
 
@@ -535,29 +526,31 @@ def clip_by_leaf_norm_ema(
 
         pairs = list(map(norm_and_limit, norms, emas))
         decisive, limits = ([pair[i] for pair in pairs] for i in (0, 1))
-        scales = scaling.clip_scales(decisive, limits)
+        # A unit that becomes NaN is in `clipped_fraction`. An update counts as clipped by its finite norms alone.
+        updates, scales, measured = units.clip(updates, norms, limits, state, decisive)
 
         # A unit that never had a nonzero gradient has no threshold: show 0.
         def shown(norm: ExtendedFloat, ema: jax.Array, limit: ExtendedFloat) -> ExtendedFloat:
             is_idle = ~is_warmup & (ema == 0) & (norm.mantissa == 0)
             return limit._replace(mantissa=jnp.where(is_idle, 0, limit.mantissa))
 
+        # The smallest norm of the warm-up, and from then on a moving average, both at least `floor`.
+        def next_ema(ema: jax.Array, clipped: jax.Array) -> jax.Array:
+            smallest = jnp.where(ema == 0, clipped, jnp.minimum(ema, clipped))
+            average = histories.ema(ema, clipped, share)
+            new = jnp.maximum(jnp.where(is_warmup | (ema == 0), smallest, average), floor)
+            is_usable = is_recorded & jnp.isfinite(clipped) & jnp.isfinite(new) & (clipped > 0)
+            return jnp.where(is_usable, new, ema)
+
         clipped = map(_clipped_norm, norms, decisive, limits, scales)
-        norm_emas = [
-            _next_ema(ema, x, share, floor, is_warmup=is_warmup, is_recorded=is_recorded)
-            for ema, x in zip(emas, clipped, strict=True)
-        ]
-        # A unit that becomes NaN is in `clipped_fraction`. An update counts as clipped by its finite norms alone.
-        clipped_fraction, is_any_above = units.clipped(norms, limits, scales, decisive=decisive)
-        return units.scaled(updates, scales), ClipByLeafNormEmaState(
+        norm_emas = list(map(next_ema, emas, clipped))
+        thresholds = list(map(shown, norms, emas, limits))
+        return updates, ClipByLeafNormEmaState(
             recorded=increment_if(is_recorded, state.recorded),
             norm_ema=units.updated(state.norm_ema, norm_emas),
-            threshold_max=units.largest(
-                list(map(shown, norms, emas, limits)), state.threshold_max.dtype
-            ),
+            threshold_max=units.largest(thresholds, state.threshold_max.dtype),
             grad_norm_max=units.largest(norms, state.grad_norm_max.dtype),
-            clipped_fraction=clipped_fraction,
-            **counted(state, is_any_above),
+            **measured,
         )
 
     return clipping_rule(ClipByLeafNormEmaState, init_fn, update_fn)
@@ -569,23 +562,3 @@ def _clipped_norm(
     """Returns each unit's norm after the clip, float32."""
     if_clipped = floats.product(norm, floats.quotient(limit, decisive))
     return floats.stored(optax.tree.where(scale.applies, if_clipped, norm), jnp.float32)
-
-
-def _next_ema(
-    ema: jax.Array,
-    clipped: jax.Array,
-    share: jax.Array,
-    floor: jax.Array,
-    *,
-    is_warmup: jax.Array,
-    is_recorded: jax.Array,
-) -> jax.Array:
-    """Returns the average of each unit's norms: the smallest one of the warm-up, and from then on a moving average.
-
-    It is at least `floor`. It stays as it was if the step is not recorded, or if the clipped norm is 0 or not finite.
-    """
-    smallest = jnp.where(ema == 0, clipped, jnp.minimum(ema, clipped))
-    ema_or_min = jnp.where(is_warmup | (ema == 0), smallest, histories.ema(ema, clipped, share))
-    new = jnp.maximum(ema_or_min, floor)
-    is_recorded = is_recorded & jnp.isfinite(clipped) & jnp.isfinite(new) & (clipped > 0)
-    return jnp.where(is_recorded, new, ema)

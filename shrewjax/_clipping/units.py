@@ -25,11 +25,12 @@ from shrewjax._base.axes import (
 )
 from shrewjax._base.mesh import is_typed_by_device, may_be_partitioned, partitioned_like
 from shrewjax._base.trees import is_gradient
-from shrewjax._base.types import Axes, DType, KeyPath, Leaf, PyTree
+from shrewjax._base.types import AnyState, Axes, AxisNames, DType, KeyPath, Leaf, Metrics, PyTree
+from shrewjax._clipping.rule import counted
 from shrewjax._numerics import floats, scaling
 from shrewjax._numerics.floats import ExtendedFloat
 from shrewjax._numerics.norms import combine, magnitude_key, measure_units
-from shrewjax._numerics.reductions import are_known, leaf_maxima, leaf_sums, sizes, unit_numbers
+from shrewjax._numerics.reductions import are_known, leaf_maxima, leaf_sums, placed_as_units, sizes
 from shrewjax._numerics.scaling import ClipScale
 from shrewjax._numerics.vectors import Groups, join, split
 
@@ -139,24 +140,27 @@ class Units:
     def numbers(self, tree: chex.ArrayTree, value: float, dtype: DType) -> chex.ArrayTree:
         """Returns a tree like `tree` of numbers: one for each unit, and one for each leaf without units."""
         others = jax.tree.map(lambda _: jnp.full((), value, dtype), tree)
-        if any(map(varying_axes, self.leaves)):
-            # Inside `shard_map`, with the types that norms of these units have
-            # (tests/devices/test_distribution.py, "that_init_in_shard_map").
-            zeros = [jnp.zeros_like(x, dtype=dtype) for x in self.leaves]
-            within: list[Axes] = [x.within for x in self.sharding]
-            of_units = [x + value for x in leaf_sums(zeros, axes=within, unit_dims=self.dims)]
-        else:
-            pairs = zip(self.leaves, self.dims, strict=True)
-            of_units = [unit_numbers(x, dims, value, dtype) for x, dims in pairs]
-        return self.with_leaves(others, of_units)
+        # Inside `shard_map`, with the types that norms of these units have
+        # (tests/devices/test_distribution.py, "that_init_in_shard_map").
+        is_typed = any(map(varying_axes, self.leaves))
+        whole: Sequence[AxisNames] = [()] * len(self.leaves)
+        within = [x.within for x in self.sharding] if is_typed else whole
+
+        def of_units(leaf: Leaf, dims: UnitDims, over: AxisNames) -> jax.Array:
+            zeros = jnp.zeros_like(leaf, dtype=dtype)
+            (sums,) = leaf_sums([zeros], axes=[over], unit_dims=[dims])
+            return placed_as_units(sums + jnp.asarray(value, dtype), leaf, dims)
+
+        return self.with_leaves(others, list(map(of_units, self.leaves, self.dims, within)))
 
     def numbers_beside(self, tree: chex.ArrayTree) -> list[PyTree]:
         """Returns the numbers of these units in a state's tree, by leaf. Raises if it has numbers of other units."""
         numbers = self._beside(
             tree, "have no numbers in the state. Call init with parameters like the gradients"
         )
-        for path, x, dims, number in zip(self.paths, self.leaves, self.dims, numbers, strict=True):
-            expected = tuple(x.shape[a] for a in dims)
+        for path, x, expected, number in zip(
+            self.paths, self.leaves, self.shapes, numbers, strict=True
+        ):
             if number.shape != expected:
                 raise ValueError(
                     f"gradient leaf {trees.leaf_name(path)} of shape {x.shape} has units of shape {expected}, but "
@@ -172,36 +176,36 @@ class Units:
         keys = leaf_maxima(magnitude_key, values, axes=self._across)
         return lax.bitcast_convert_type(jnp.max(jnp.concatenate(keys)), dtype)
 
-    def clipped(
+    def clip(
         self,
+        updates: chex.ArrayTree,
         norms: Sequence[ExtendedFloat],
         limits: Sequence[ExtendedFloat],
-        scales: Sequence[ClipScale],
-        *,
+        state: AnyState,
         decisive: Sequence[ExtendedFloat] | None = None,
-    ) -> tuple[jax.Array, jax.Array]:
-        """Returns the fraction of all devices' units that are clipped, float32, and whether any is above its limit.
+    ) -> tuple[chex.ArrayTree, list[ClipScale], Metrics]:
+        """Returns the clipped gradients, the scales, and the new `clipped_fraction` and counts of the state.
 
-        Both have the shape (). Norms that are not finite are not above. The limits are for the norms `decisive`, which
-        are the units' own unless they are given.
+        The limits are for the norms `decisive`, which are the units' own unless they are given. Norms that are not
+        finite are not above.
         """
-        if not norms:
-            return jnp.zeros((), jnp.float32), jnp.zeros((), bool)
-        is_clipped = list(map(scaling.counts_as_clipped, scales, norms))
-        is_above = list(map(scaling.is_above, norms if decisive is None else decisive, limits))
-        # One collective takes all.
-        flags = [flag.astype(jnp.float32) for flag in (*is_clipped, *is_above)]
-        sums = leaf_sums(flags, axes=2 * self._across)
-        n = len(self.groups)
-        clipped, above = (jnp.sum(jnp.stack(x)) for x in (sums[:n], sums[n:]))
-        # May be symbolic (tests/promises/test_export.py).
-        units = sum(sizes(is_clipped, axes=self._across))
-        divisor = (
-            max(units, 1)
-            if isinstance(units, int)
-            else jnp.maximum(jnp.asarray(units, jnp.float32), 1)
-        )
-        return clipped / divisor, above > 0
+        decisive = norms if decisive is None else decisive
+        scales = scaling.clip_scales(decisive, limits)
+        each = zip(self.leaves, self.by_leaf(scales), self.dims, strict=True)
+        clipped = self.with_leaves(updates, [scaling.apply_scale(*of_leaf) for of_leaf in each])
+        fraction, is_any_above = jnp.zeros((), jnp.float32), jnp.zeros((), bool)
+        if norms:
+            is_clipped = list(map(scaling.counts_as_clipped, scales, norms))
+            is_above = list(map(scaling.is_above, decisive, limits))
+            # One collective takes all.
+            flags = [flag.astype(jnp.float32) for flag in (*is_clipped, *is_above)]
+            sums = jnp.stack(leaf_sums(flags, axes=2 * self._across))
+            of_clipped, of_above = jnp.sum(sums.reshape(2, len(norms)), axis=1)
+            # May be symbolic (tests/promises/test_export.py).
+            units = sum(sizes(is_clipped, axes=self._across))
+            fraction = of_clipped / jnp.maximum(jnp.asarray(units, jnp.float32), 1)
+            is_any_above = of_above > 0
+        return clipped, scales, {"clipped_fraction": fraction, **counted(state, is_any_above)}
 
     def with_numbers(
         self, tree: chex.ArrayTree, numbers: Sequence[PyTree], absent: float
@@ -214,11 +218,6 @@ class Units:
         """Returns a state's tree with new numbers, which come joined. On an Explicit mesh it keeps its sharding."""
         placed = map(partitioned_like, self.by_leaf(numbers), self.numbers_beside(tree))
         return self.with_leaves(tree, list(placed))
-
-    def scaled(self, updates: chex.ArrayTree, scales: Sequence[ClipScale]) -> chex.ArrayTree:
-        """Returns the gradients, each unit times its scale. The scales come joined."""
-        scaled = map(scaling.apply_unit_scales, self.leaves, self.by_leaf(scales), self.dims)
-        return self.with_leaves(updates, list(scaled))
 
 
 def find_units(

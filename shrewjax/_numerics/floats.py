@@ -18,7 +18,6 @@ such numbers, because a norm may exceed float32 where the clip's quotient does n
 """
 
 import math
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -26,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shrewjax._base.types import DType, Leaf, Number, Scalar
+from shrewjax._base.types import DType, Leaf, Number
 
 
 def is_complex(x: Leaf) -> bool:
@@ -92,24 +91,24 @@ def infinity_bits(dtype: DType) -> int:
 
 
 def narrower_bits(bits: jax.Array, dtype: DType, narrower: DType) -> jax.Array:
-    """Returns the bits of a magnitude, rounded toward zero to a narrower dtype."""
+    """Returns the bits of a magnitude, rounded toward zero to a narrower dtype.
+
+    An infinity or a NaN becomes its largest finite number, so callers test for these first.
+    """
     fraction_bits, bias = float_format(dtype)
     to_fraction_bits, to_bias = float_format(narrower)
-    dropped = fraction_bits - to_fraction_bits
-    result = bits >> dropped
-    if to_bias != bias:
-        infinity, to_infinity = infinity_bits(dtype), infinity_bits(narrower)
+    dropped, shift = fraction_bits - to_fraction_bits, bias - to_bias
+    result = (bits >> dropped) - (shift << to_fraction_bits)
+    if shift:
+        # A number that is subnormal in the narrower dtype is a multiple of its smallest one.
         exponent = bits >> fraction_bits
         significand = (bits & ((1 << fraction_bits) - 1)) | (1 << fraction_bits)
-        to_unit = jnp.clip(
-            dropped + bias - to_bias + 1 - exponent, 0, jnp.iinfo(bits.dtype).bits - 1
-        )
-        is_normal = exponent > bias - to_bias
-        result = jnp.where(
-            is_normal, result - ((bias - to_bias) << to_fraction_bits), significand >> to_unit
-        )
-        result = jnp.where(bits >= infinity, to_infinity, jnp.minimum(result, to_infinity - 1))
-    return result.astype(integers_like(narrower))
+        most = jnp.iinfo(bits.dtype).bits - 1
+        multiple = significand >> jnp.clip(dropped + shift + 1 - exponent, 0, most)
+        result = jnp.where(exponent > shift, result, multiple)
+    integers = integers_like(narrower)
+    largest = int(np.asarray(jnp.finfo(narrower).max, narrower).view(integers))
+    return jnp.minimum(result, largest).astype(integers)
 
 
 def wider_bits(bits: jax.Array, dtype: DType, wider: DType) -> jax.Array:
@@ -132,20 +131,11 @@ def wider_bits(bits: jax.Array, dtype: DType, wider: DType) -> jax.Array:
     return result
 
 
-def round_toward_zero(value: Scalar, dtype: DType) -> jax.Array:
-    """Returns the largest finite number of a dtype that is at most a threshold; 0 for a negative threshold.
-
-    An infinite threshold becomes the largest finite number, so callers test for it first.
-    """
-    if isinstance(value, jax.Array):
-        return _rounded_toward_zero(value, dtype)
-    # A Python number is rounded on the host, because the device would flush a subnormal one (XLA-18).
-    number = min(value, float(jnp.finfo(dtype).max))
-    nearest = np.asarray(number, dtype)
-    integers = integers_like(dtype)
-    return jnp.asarray(
-        (nearest.view(integers) - integers.type(float(nearest) > number)).view(dtype)
-    )
+def toward_zero(value: float, dtype: DType) -> jax.Array:
+    """Returns a Python number >= 0, rounded toward zero to a dtype; its largest finite number for one beyond that."""
+    # On the host, because the device would flush a subnormal one (XLA-18).
+    nearest = np.asarray(min(value, float(jnp.finfo(dtype).max)), dtype)
+    return jnp.asarray(np.nextafter(nearest, dtype.type(0)) if float(nearest) > value else nearest)
 
 
 def times_power_of_two(x: jax.Array, exponent: jax.Array) -> jax.Array:
@@ -190,29 +180,9 @@ def integers_like(dtype: DType) -> DType:
 
 
 def float_format(dtype: DType) -> tuple[int, int]:
+    """Returns the number of bits of the fraction, and the bias of the exponent."""
     info = jnp.finfo(dtype)
-    return int(info.nmant), 2 ** (int(info.nexp) - 1) - 1
-
-
-@partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _rounded_toward_zero(value: jax.Array, dtype: DType) -> jax.Array:
-    wanted = jnp.clip(value, 0, float(jnp.finfo(dtype).max))
-    nearest = wanted.astype(dtype)
-    is_above = nearest.astype(wanted.dtype) > wanted
-    integers = integers_like(dtype)
-    return lax.bitcast_convert_type(
-        lax.bitcast_convert_type(nearest, integers) - is_above.astype(integers), dtype
-    )
-
-
-@_rounded_toward_zero.defjvp
-def _rounded_toward_zero_jvp(
-    dtype: DType, primals: tuple[jax.Array], tangents: tuple[jax.Array]
-) -> tuple[jax.Array, jax.Array]:
-    _, tangent = jax.jvp(
-        lambda v: jnp.clip(v, 0, float(jnp.finfo(dtype).max)).astype(dtype), primals, tangents
-    )
-    return _rounded_toward_zero(primals[0], dtype), tangent
+    return int(info.nmant), 1 - int(info.minexp)
 
 
 class ExtendedFloat(NamedTuple):
@@ -243,27 +213,21 @@ def to_extended(x: jax.Array) -> ExtendedFloat:
 
 def extended_number(value: float, dtype: DType) -> ExtendedFloat:
     """Returns a Python number >= 0, which may be beyond the range of the dtype."""
-    if value == 0 or math.isinf(value):
-        mantissa, exponent = value, 0 if value else EXPONENT_OF_ZERO
-    else:
-        half, exponent = math.frexp(value)
-        mantissa, exponent = 2 * half, exponent - 1
-    return ExtendedFloat(jnp.asarray(mantissa, dtype), jnp.asarray(exponent, jnp.int32))
+    half, exponent = math.frexp(value)  # in [1/2, 1) if it is neither 0 nor infinite
+    exponent = exponent - 1 if value else EXPONENT_OF_ZERO
+    return ExtendedFloat(jnp.asarray(2 * half, dtype), jnp.asarray(exponent, jnp.int32))
 
 
-def root_of_count(count: Number, dtype: DType) -> tuple[ExtendedFloat, ExtendedFloat]:
-    """Returns the square root of a number of elements, and its inverse. No elements count as one.
+def root_of_count(count: Number, dtype: DType) -> ExtendedFloat:
+    """Returns the square root of a number of elements. No elements count as one.
 
     The number may be symbolic (`jax.export`). It then takes the same float64 operations on the device.
     """
     if isinstance(count, int):
-        root = max(count, 1) ** 0.5
-        return extended_number(root, dtype), extended_number(1 / root, dtype)
+        return extended_number(max(count, 1) ** 0.5, dtype)
     with jax.enable_x64(True):
-        on_device = jnp.sqrt(jnp.maximum(jnp.asarray(count, jnp.float64), 1))
-        numbers = to_extended(on_device), to_extended(1 / on_device)
-        root, inverse = (ExtendedFloat(n.mantissa.astype(dtype), n.exponent) for n in numbers)
-        return root, inverse
+        root = to_extended(jnp.sqrt(jnp.maximum(jnp.asarray(count, jnp.float64), 1)))
+        return ExtendedFloat(root.mantissa.astype(dtype), root.exponent)
 
 
 def from_extended(number: ExtendedFloat) -> jax.Array:

@@ -44,7 +44,7 @@ from jax import lax
 
 from shrewjax._base.axes import UnitDims, UnitSharding, axes_beside
 from shrewjax._base.branches import run_if
-from shrewjax._base.types import Axes, AxisNames, DType, Tree
+from shrewjax._base.types import Axes, AxisNames, Tree
 from shrewjax._numerics.floats import (
     EXPONENT_OF_ZERO,
     ExtendedFloat,
@@ -53,6 +53,7 @@ from shrewjax._numerics.floats import (
     is_complex,
     magnitude_bits,
     mul_real,
+    power_of_two,
     shifted,
     sum_dtype,
     times_power_of_two,
@@ -61,7 +62,6 @@ from shrewjax._numerics.floats import (
 )
 from shrewjax._numerics.reductions import (
     any_device,
-    are_known,
     leaf_maxima,
     leaf_sums,
 )
@@ -132,9 +132,11 @@ def _global(leaves: Sequence[jax.Array], ord: float, axes: Axes | list[Axes]) ->
     return _Kind(ord, [()] * len(leaves), axes, (tuple(range(len(leaves))),), is_global=True)
 
 
-# Jitted for speed alone: outside of jit, `grad_norm` of 20 leaves takes 1.8 ms in one call and 18 ms one by one.
+# Outside of jit, `grad_norm` of 20 leaves takes 1.8 ms in one call and 18 ms one by one (XLA-21).
 @partial(jax.jit, static_argnums=(1, 2), inline=True)
-def measure(leaves: Sequence[jax.Array], ord: float, axes: Axes) -> ExtendedFloat:
+def measure(
+    leaves: Sequence[jax.Array], ord: float, axes: Axes | tuple[Axes, ...]
+) -> ExtendedFloat:
     """Returns the `ord`-norm of all leaves together. Shape ().
 
     It does not depend on the leaves' order. Its derivative is 0 if the norm is 0 or not finite.
@@ -142,10 +144,9 @@ def measure(leaves: Sequence[jax.Array], ord: float, axes: Axes) -> ExtendedFloa
     return _measure(leaves, None, _global(leaves, ord, axes))[0]
 
 
-@partial(jax.jit, static_argnums=1, inline=True)  # XLA-21
 def measure_local(leaves: Sequence[jax.Array], local: AxisNames) -> ExtendedFloat:
     """Returns the 2-norm of each device's own leaves along the mapped axes `local`; along others, of whole leaves."""
-    return _measure(leaves, None, _global(leaves, 2, axes_beside(leaves, local)))[0]
+    return measure(leaves, 2, tuple(axes_beside(leaves, local)))
 
 
 @partial(jax.jit, static_argnums=1, inline=True)  # XLA-21
@@ -158,8 +159,7 @@ def measure_with_leaves(
     """
     kind = _global(leaves, 2, axes)._replace(by_leaf=True)
     norm, *of_leaves = _measure(leaves, None, kind)
-    # One vector of norms, or none without leaves.
-    return norm, [x for norms in of_leaves for x in scalars(from_extended(norms))]
+    return norm, scalars(from_extended(*of_leaves)) if leaves else []
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3, 4), inline=True)  # XLA-21
@@ -244,8 +244,13 @@ def _measure(
     if kind.ord > 2:
         (total,) = kind.totals(join(kind.sums(leaves), kind.groups))
         is_rare = kind.on_all_devices(jnp.any(shift_into_range(total) != 0))
-        by_maximum = lambda: _by_maximum(_unknown(leaves), kind)  # noqa: E731
-        return [run_if(is_rare, by_maximum, lambda: to_extended(_ROOTS[kind.ord](total)))]
+        return [
+            run_if(
+                is_rare,
+                lambda: _by_maximum(_unknown(leaves), kind),
+                lambda: to_extended(_ROOTS[kind.ord](total)),
+            )
+        ]
     in_passes = partial(_in_two_passes, rescales_small=rescales_small, kind=kind)
     if sum_dtype(*leaves) == jnp.float64:
         return in_passes(leaves)
@@ -290,8 +295,7 @@ def _in_two_passes(
 
     # 2
     is_rare = kind.on_all_devices(jnp.any(jnp.stack([jnp.any(shift != 0) for shift in shifts])))
-    choosers = [norm_sums[0]] * len(leaves) if kind.is_global else unit_sums
-    sums_of_scaled = partial(_sums_of_scaled, leaves, choosers, unit_sums, kind)
+    sums_of_scaled = partial(_sums_of_scaled, leaves, unit_sums, norm_sums, kind)
     scaled = run_if(is_rare, sums_of_scaled, lambda: joined_sums)
 
     # 3
@@ -318,33 +322,25 @@ def _norms_by_leaf(sums: jax.Array, scaled: jax.Array, shift: jax.Array) -> Exte
 
 def _sums_of_scaled(
     leaves: Sequence[jax.Array],
-    choosers: Sequence[jax.Array],
     unit_sums: Sequence[jax.Array],
+    norm_sums: Sequence[jax.Array],
     kind: _Kind,
 ) -> list[jax.Array]:
-    """Returns the sums of units, joined, of elements times the scale that brings an untrusted sum into range.
-
-    `choosers` are the sums that choose the scale of each leaf's units. `unit_sums` change no number (XLA-6).
-    """
-    scaled = []
-    for x, chooser, sums, dims in zip(leaves, choosers, unit_sums, kind.unit_dims, strict=True):
-        factor = _scale_into_range(chooser)
-        if kind.is_global and not _is_small(x):
-            # XLA-6: XLA:CPU materializes a scalar that leaves share, as an array of each leaf's size. So each large
-            # leaf gets its own copy of the scalar: a clamp between equal bounds.
-            factor = lax.clamp(factor, sums, factor)
-        x = upcast(_unknown(x), factor.dtype)
-        scaled.append(mul_real(x, broadcast_to_leaf(factor, x, dims)))
-    return join(kind.sums(scaled), kind.groups)
-
-
-def _scale_into_range(powers: jax.Array) -> jax.Array:
-    """Returns 2**`shift_into_range(powers)` for a sum that is not trusted, and any scale for another."""
-    _, shrink, grow = RANGE[powers.dtype]
+    """Returns the sums of units, joined, of elements times the scale that brings an untrusted sum into range."""
     # XLA-7: the compiler would square a scale that it knows, which gives 0 * inf for the zero of a leaf of one element
     # (test_norms, "one element"). So the sum, which chooses it, is unknown.
-    small, large = np.asarray([2.0**shrink, 2.0**grow], powers.dtype)
-    return jnp.where(_unknown(powers) == jnp.inf, small, jnp.full_like(powers, large))
+    choosers = _unknown(norm_sums if kind.is_global else unit_sums)
+    factors = [power_of_two(shift_into_range(total), total.dtype) for total in choosers]
+    if kind.is_global:
+        # XLA-6: XLA:CPU materializes a scalar that leaves share, as an array of each leaf's size. So each leaf gets its
+        # own copy of the scalar: a clamp between equal bounds.
+        (factor,) = factors
+        factors = [lax.clamp(factor, sums, factor) for sums in unit_sums]
+    scaled = []
+    for x, factor, dims in zip(_unknown(leaves), factors, kind.unit_dims, strict=True):
+        x = upcast(x, factor.dtype)
+        scaled.append(mul_real(x, broadcast_to_leaf(factor, x, dims)))
+    return join(kind.sums(scaled), kind.groups)
 
 
 def _cube_root(x: jax.Array) -> jax.Array:
@@ -371,81 +367,62 @@ def _power(x: jax.Array, p: float) -> jax.Array:
     return lax.mul(x, x)
 
 
-def _is_small(x: jax.Array) -> bool:
-    """Returns whether a scalar in the size of a leaf is nothing that counts. A symbolic size may be large."""
-    return are_known([x.size]) and x.size <= 2**14
-
-
 def _by_maximum(leaves: Sequence[jax.Array], kind: _Kind) -> ExtendedFloat:
-    """Returns norms of any order p >= 1 from two passes: the largest magnitude; the sum of (|x| / largest)**p."""
-    # 1. The largest magnitude of each leaf. An inf or NaN becomes the norm in the end; `bad` is 0 for all others.
+    """Returns norms of any order p >= 1, relative to the largest magnitude of a leaf, or of all for a global norm.
+
+    1. Find the largest magnitude. Of complex leaves, first find the largest part: relative to it, moduli stay in range.
+    2. Add up (|x| / largest)**p, in another pass. The norm is the largest times the root of the sum.
+    3. If an element is infinite or NaN, so is the largest, and that is the norm.
+    """
     p, dtype = kind.ord, sum_dtype(*leaves)
-    mantissas, exponents = _largest(leaves, dtype, kind.axes)
-    bad = jnp.where(jnp.isfinite(mantissas), 0, mantissas)
-    # 2. Sums of powers, each leaf relative to its own largest.
+
+    def largest_of(arrays: Sequence[jax.Array]) -> ExtendedFloat:
+        """Returns a vector: for each leaf, the largest number of the leaf or of all."""
+        # XLA-29: without the barrier, XLA would not flush subnormal numbers that it knows.
+        keys = jnp.concatenate(_unknown(leaf_maxima(magnitude_key, arrays, axes=kind.axes)))
+        if kind.is_global:
+            keys = jnp.full_like(keys, jnp.max(keys))
+        return to_extended(lax.bitcast_convert_type(keys, dtype))
+
+    def relative(arrays: Sequence[jax.Array], parts: Sequence[jax.Array]) -> list[jax.Array]:
+        """Returns the magnitudes of each leaf's elements times its scale, which has several parts."""
+        scales = zip(*map(scalars, parts), strict=True)
+        return [lax.abs(mul_real(x, *scale)) for x, scale in zip(arrays, scales, strict=True)]
+
+    # 1
+    numbers, shift = [upcast(x, dtype) for x in leaves], jnp.zeros((), jnp.int32)
+    largest = largest_of(numbers)
+    if any(map(is_complex, leaves)):
+        shift = jnp.where(largest.mantissa > 0, largest.exponent, 0)
+        numbers = relative(numbers, factors_of_two(-shift, dtype))
+        largest = largest_of(numbers)
+
+    # 2
+    mantissa = largest.mantissa
     if p < math.inf:
-        each = zip(leaves, *map(scalars, _scale_to_one(mantissas, exponents)), strict=True)
-        relative = [
-            lax.abs(mul_real(upcast(x, dtype), first, second, 1 / divisor))
-            for x, first, second, divisor in each
-        ]
-        sums = jnp.stack(leaf_sums([x**p for x in relative], axes=kind.axes))
-    else:
-        sums = jnp.ones_like(mantissas)
+        first, second, divisor = _scale_to_one(largest)
+        powers = [x**p for x in relative(numbers, (first, second, 1 / divisor))]
+        sums = jnp.stack(leaf_sums(powers, axes=kind.axes))
+        sums = jnp.full_like(sums, _ordered_sum(sums)) if kind.is_global else sums
+        mantissa = mantissa * sums ** (1 / p)
 
-    # 3. For a global norm, those of all leaves relative to the largest of all.
-    if kind.is_global:
-        exponent = jnp.max(exponents)
-        height = times_power_of_two(mantissas, exponents - exponent)
-        top = jnp.max(height)
-        share = height / jnp.where(top > 0, top, 1)
-        sums = _ordered_sum(sums * share**p) if p < math.inf else jnp.max(sums * share)
-        mantissas, exponents, bad = top, exponent, jnp.sum(bad)
-    # 4. The norm is the largest times the root of the sum.
-    norm = shifted(mantissas * (sums ** (1 / p) if p < math.inf else sums), exponents)
-    return ExtendedFloat(jnp.where(bad == 0, norm.mantissa, bad), norm.exponent)
+    # 3
+    mantissa = jnp.where(jnp.isfinite(largest.mantissa), mantissa, largest.mantissa)
+    norms = shifted(mantissa, largest.exponent + shift)
+    return ExtendedFloat(*(part[0] for part in norms)) if kind.is_global else norms
 
 
-def _largest(leaves: Sequence[jax.Array], dtype: DType, axes: Axes | list[Axes]) -> ExtendedFloat:
-    """Returns the largest magnitude of each leaf, as a vector."""
-    # XLA-29: the barriers hide numbers that XLA knows. It would not flush their subnormal parts, moduli and norms.
-    hidden = [_unknown(x) if is_complex(x) else x for x in leaves]
-    keys = _unknown(leaf_maxima(magnitude_key, [upcast(x, dtype) for x in hidden], axes=axes))
-    # The first key of a complex leaf is of half the moduli, so 1 is added to the exponent. The last is of moduli times
-    # 2**_GROWN_BY, which is subtracted. A real leaf has one key, which is both.
-    firsts = jnp.concatenate([key[:1] for key in keys])
-    largest = lax.bitcast_convert_type(firsts, dtype)
-    mantissas, exponents = to_extended(largest)
-    are_complex = np.asarray([is_complex(x) for x in leaves])
-    if not are_complex.any():
-        return ExtendedFloat(mantissas, exponents)
-    grown = to_extended(
-        lax.bitcast_convert_type(jnp.concatenate([key[-1:] for key in keys]), dtype)
-    )
-    is_small = are_complex & (exponents < -_GROWN_BY)
-    return ExtendedFloat(
-        jnp.where(is_small, grown.mantissa, mantissas),
-        jnp.where(is_small, grown.exponent - _GROWN_BY, exponents + are_complex.astype(np.int32)),
-    )
-
-
-_GROWN_BY = 64  # the exponent of the scale of small moduli
-
-
-def magnitude_key(x: jax.Array) -> tuple[jax.Array, ...]:
+def magnitude_key(x: jax.Array) -> tuple[jax.Array]:
     """Returns the bits of magnitudes, by which `leaf_maxima` finds the largest; a NaN counts as larger than all others.
 
-    Those of a complex leaf are of half the moduli, because a modulus can leave the range, and of moduli times 2**64,
-    because half of a small one can be flushed. Bits are compared because XLA:CPU's maximum of floats loses a NaN
-    (XLA-10). Integers are their own keys.
+    A complex number counts with its larger part, because a modulus can leave the range. Bits are compared because
+    XLA:CPU's maximum of floats loses a NaN (XLA-10). Integers are their own keys.
     """
     if jnp.issubdtype(x.dtype, jnp.integer):
         return (x,)
-    if not is_complex(x):
-        return (magnitude_bits(x),)
-    scales = (0.5, 2.0**_GROWN_BY)
-    moduli = [lax.abs(mul_real(x, jnp.asarray(scale, x.real.dtype))) for scale in scales]
-    return tuple(map(magnitude_bits, moduli))
+    if is_complex(x):
+        return (jnp.maximum(magnitude_bits(x.real), magnitude_bits(x.imag)),)
+    return (magnitude_bits(x),)
 
 
 class _ScaleToOne(NamedTuple):
@@ -456,10 +433,16 @@ class _ScaleToOne(NamedTuple):
     divisor: jax.Array  # the number's mantissa
 
 
-def _scale_to_one(mantissas: jax.Array, exponents: jax.Array) -> _ScaleToOne:
-    """Returns the scales of these numbers. For a mantissa of 0 all three parts are 1."""
-    first, second = factors_of_two(jnp.where(mantissas > 0, -exponents, 0), mantissas.dtype)
-    return _ScaleToOne(first, second, jnp.where(mantissas > 0, mantissas, 1))
+def _scale_to_one(numbers: ExtendedFloat) -> _ScaleToOne:
+    """Returns the scales of these numbers. All three parts are 1 for a number that is 0 or not finite."""
+    is_defined = _is_defined(numbers)
+    exponents = jnp.where(is_defined, -numbers.exponent, 0)
+    first, second = factors_of_two(exponents, numbers.mantissa.dtype)
+    return _ScaleToOne(first, second, jnp.where(is_defined, numbers.mantissa, 1))
+
+
+def _is_defined(numbers: ExtendedFloat) -> jax.Array:
+    return jnp.isfinite(numbers.mantissa) & (numbers.mantissa > 0)
 
 
 @_measure.defjvp
@@ -476,14 +459,18 @@ def _measure_jvp(kind: _Kind, primals: tuple[Any, Any], tangents: tuple[Any, Any
     (leaves, rescales_small), (d_leaves, _) = primals, tangents
     norms = _measure(leaves, rescales_small, kind)
     measured = norms[:1] if kind.is_global else norms
-    are_defined = [jnp.isfinite(norm.mantissa) & (norm.mantissa > 0) for norm in measured]
 
     # 1
-    scales = _unit_scales(leaves, measured, are_defined, kind)
+    scales = list(map(_scale_to_one, measured))
+    if kind.is_global:
+        scales = jax.tree.map(lambda part: jnp.broadcast_to(part, (len(leaves),)), scales)
+    with_dims = zip(leaves, kind.unit_dims, strict=True)
+    shapes = [tuple(x.shape[a] for a in dims) for x, dims in with_dims]
+    by_leaf = split(scales, kind.groups, shapes)
 
     # 2
-    each = zip(*_unknown((leaves, d_leaves)), kind.unit_dims, scales, strict=True)
-    pairs = [_term(x, dx, dims, scale, kind.ord) for x, dx, dims, scale in each]
+    each = zip(*_unknown((leaves, d_leaves)), kind.unit_dims, by_leaf, strict=True)
+    pairs = [_term(*of_leaf, kind.ord) for of_leaf in each]
 
     # 3
     def of_norms(per_element: Sequence[jax.Array]) -> list[jax.Array]:
@@ -496,29 +483,11 @@ def _measure_jvp(kind: _Kind, primals: tuple[Any, Any], tangents: tuple[Any, Any
         slopes = [s / jnp.maximum(t, 1) for s, t in zip(slopes, ties, strict=True)]
 
     # 4
-    slopes = [jnp.where(d, s, 0) for d, s in zip(are_defined, slopes, strict=True)]
+    defined = map(_is_defined, measured)
+    slopes = [jnp.where(d, s, 0) for d, s in zip(defined, slopes, strict=True)]
     slopes += [jnp.zeros_like(norm.mantissa) for norm in norms[len(measured) :]]
     no_tangent: Any = partial(np.zeros, dtype=jax.dtypes.float0)  # of an integer
     return norms, [ExtendedFloat(slope, no_tangent(slope.shape)) for slope in slopes]
-
-
-def _unit_scales(
-    leaves: Sequence[jax.Array],
-    norms: Sequence[ExtendedFloat],
-    are_defined: Sequence[jax.Array],
-    kind: _Kind,
-) -> list[_ScaleToOne]:
-    """Returns the scales of each leaf's units that bring their norms to 1, and no scale where a norm is undefined."""
-    scales = [
-        _scale_to_one(jnp.where(is_defined, norm.mantissa, 0), norm.exponent)
-        for norm, is_defined in zip(norms, are_defined, strict=True)
-    ]
-    if kind.is_global:
-        scales = jax.tree.map(lambda part: jnp.broadcast_to(part, (len(leaves),)), scales)
-    shapes = [
-        tuple(x.shape[a] for a in dims) for x, dims in zip(leaves, kind.unit_dims, strict=True)
-    ]
-    return split(scales, kind.groups, shapes)
 
 
 def _term(

@@ -17,8 +17,8 @@ integers of at least 32 bits, because those of 16 bits take longer (XLA-26).
 
 **The search** for the key at a rank:
 
-* **Invariant.** The state has two keys, the *bracket*, and the number of elements at or below each: counts[0] <= rank <
-  counts[1].
+* **Invariant.** The state has two keys, the *bracket*, and the number of elements at or below each: up_to_low <= rank <
+  up_to_high.
 * **A read** has eleven pivots inside the bracket. The next bracket is the pair of pivots around the rank.
 * **The model** is the straight line through both ends. It predicts the key at the rank. The next pivots are at
   multiples of its uncertainty around that prediction.
@@ -35,8 +35,7 @@ decide the number of reads, never the result. The tests are `test_hostile_data_t
 Results are compared and returned as bits, because CPU and TPU flush subnormal numbers (XLA-18).
 """
 
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from functools import partial, reduce
 from typing import Any, Literal, NamedTuple
@@ -111,31 +110,19 @@ class Keys(NamedTuple):
         flags, by_group = partial(_at_or_below, self.dtype), self._by_group(pivots)
         counts = leaf_counts(flags, self.groups, by_group, dtype=integers, axes=self.axes)
         of_groups = jnp.stack(counts)
-        if self.scope == "leaf":
-            return of_groups
-        return jnp.sum(of_groups, axis=0, keepdims=True, dtype=integers)
+        total = jnp.sum(of_groups, axis=0, keepdims=True, dtype=integers)
+        return of_groups if self.scope == "leaf" else total
 
     def neighbours(self, below: jax.Array, above: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the largest key at or below `below` and the smallest above `above`; 0 and infinity without one."""
         by_group = self._by_group(jnp.stack([below, above], axis=-1))
         beside = partial(_beside, self.dtype)
         found = jnp.stack(leaf_maxima(beside, self.groups, by_group, axes=self.axes))
-        (end_below, end_above), (near_below, near_above) = jnp.stack(by_group).T, found.T
-        most = np.asarray(np.iinfo(found.dtype).max, found.dtype)
-        largest_below = jnp.where(near_below <= 0, 0, end_below - (most - near_below))
-        infinity = floats.infinity_bits(self.dtype)
-        smallest_above = jnp.where(near_above <= 0, infinity, end_above + 1 + (most - near_above))
-        if self.scope == "global":
-            return jnp.max(largest_below)[None], jnp.min(smallest_above)[None]
-        return largest_below, smallest_above
+        found = found if self.scope == "leaf" else jnp.max(found, axis=0, keepdims=True)
+        return found[:, 0], floats.infinity_bits(self.dtype) - found[:, 1]
 
     def _by_group(self, keys: jax.Array) -> list[jax.Array]:
         return scalars(keys) if self.scope == "leaf" else [keys[0]] * len(self.groups)
-
-
-def at_least_16_bits(x: Leaf) -> jax.Array:
-    """Returns a leaf of 8 bits as bfloat16, which is exact, and any other as it is."""
-    return x.astype(jnp.bfloat16) if jnp.finfo(x.dtype).bits < 16 else x
 
 
 def common_dtype(leaves: Sequence[Leaf]) -> DType:
@@ -158,43 +145,29 @@ def _keys_of(x: Leaf, dtype: DType) -> jax.Array:
 def _at_or_below(dtype: DType, group: Group, pivots: jax.Array) -> list[jax.Array]:
     """Returns, for each pivot and each place of the group, the number of its keys at or below the pivot."""
     keys = [_keys_of(x, dtype) for x in group]
-    flags = ([(k <= p).astype(jnp.uint32) for k in keys] for p in pivots)
+    integers = count_dtype([group[0].size])
+    flags = ([(k <= p).astype(integers) for k in keys] for p in pivots)
     return [reduce(lax.add, of_pivot) for of_pivot in flags]
 
 
 def _beside(dtype: DType, group: Group, below_and_above: jax.Array) -> list[jax.Array]:
-    """Returns two arrays whose maxima give the neighbours: the closer a key, the larger; negative on the wrong side."""
+    """Returns two arrays, whose maxima are the largest key up to `below`, and infinity minus the next after `above`."""
     keys = [_keys_of(x, dtype) for x in group]
     below, above = below_and_above
-    # A key on the wrong side makes the sum exceed the largest integer and wrap around to a negative one. So no key has
-    # to be compared.
-    largest = jnp.asarray(jnp.iinfo(below.dtype).max, below.dtype)
-    up_to = [k + (largest - below) for k in keys]
-    beyond = [(above + 1 + largest) - k for k in keys]
+    infinity = floats.infinity_bits(dtype)
+    up_to = [jnp.where(k <= below, k, 0) for k in keys]
+    beyond = [jnp.where(k > above, infinity - k, 0) for k in keys]
     return [reduce(lax.max, up_to), reduce(lax.max, beyond)]
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["traced"],
-    meta_fields=["known", "method", "scope", "over", "axes"],
-)
-@dataclasses.dataclass(frozen=True)
-class Rule:
+class Rule(NamedTuple):
     """Which percentile of which elements. All but a traced percentile decides which program is compiled."""
 
-    known: Fraction | None
-    traced: jax.Array | None  # if the percentile is not known
+    percentile: Any  # a Fraction if it is known, otherwise an array
     method: Method
     scope: Scope
     over: Over
     axes: Any  # the users' `sharded_over`, and in `select` the axes of each leaf
-
-    @property
-    def percentile(self) -> Fraction | jax.Array:
-        given = self.traced if self.known is None else self.known
-        assert given is not None
-        return given
 
 
 class Selected(NamedTuple):
@@ -207,20 +180,26 @@ class Selected(NamedTuple):
     reads: jax.Array  # int32 (): number of reads of the data
 
 
-@partial(jax.jit, inline=True)  # XLA-21: else each call outside jit compiles its loop
 def select(leaves: Sequence[Leaf], rule: Rule, start: jax.Array | None = None) -> Selected:
     """Returns the percentile of |x| over the elements of all leaves together or of each leaf.
 
     The search begins at `start`, of the result's shape, if that is positive and finite. A start near the result saves
     reads. The derivative is 0.
     """
+    traced = None if isinstance(rule.percentile, Fraction) else rule.percentile
+    static = rule if traced is None else rule._replace(percentile=None)
     # 64 bits are for ranks, and for counts beyond 2**32. Everything else has a dtype of its own.
     with jax.enable_x64(True):
-        return _selected(leaves, rule, start)
+        return _selected(leaves, static, traced, start)
 
 
-def _selected(leaves: Sequence[Leaf], rule: Rule, start: jax.Array | None) -> Selected:
-    """Returns the percentile, in four steps.
+@partial(
+    jax.jit, static_argnums=1, inline=True
+)  # XLA-21: else each call outside jit compiles its loop
+def _selected(
+    leaves: Sequence[Leaf], rule: Rule, traced: jax.Array | None, start: jax.Array | None
+) -> Selected:
+    """Returns the percentile, in four steps. It is `traced` if the rule has none.
 
     1. Count the elements, and group the leaves that are read together.
     2. Search for the key at the rank. If zeros are left out, the first read counts them and moves the rank.
@@ -229,31 +208,30 @@ def _selected(leaves: Sequence[Leaf], rule: Rule, start: jax.Array | None) -> Se
     """
     # 1. Elements and groups.
     of_leaf = rule.scope == "leaf"
-    leaves = [lax.stop_gradient(at_least_16_bits(x)) for x in leaves]
+    if not leaves:
+        nothing = jnp.zeros((0,) if of_leaf else (), jnp.float32)
+        none = nothing.astype(jnp.int32)
+        return Selected(nothing, none, nothing, nothing, jnp.zeros((), jnp.int32))
+    leaves = [lax.stop_gradient(x) for x in leaves]
+    # Leaves of 8 bits as bfloat16, which is exact.
+    leaves = [x.astype(jnp.bfloat16) if jnp.finfo(x.dtype).bits < 16 else x for x in leaves]
     dtype, result_dtype = common_dtype(leaves), floats.sum_dtype(*leaves)
     axes: list[Axes] = [*axes_to_reduce(leaves, rule.axes)]
     counts = sizes(leaves, axes=axes)
-    counts = counts if of_leaf else [sum(counts)]
-    with_axes = [((x,), over) for x, over in zip(leaves, axes, strict=True)]
-    groups = with_axes if of_leaf else grouped(leaves, axes)
-    if not groups:
-        nothing = jnp.zeros((0,) if of_leaf else (), result_dtype)
-        bits, none = floats.magnitude_bits(nothing), nothing.astype(jnp.float32)
-        return Selected(nothing, bits, none, none, jnp.zeros((), jnp.int32))
+    groups: list[tuple[Group, Axes]] = [((x,), over) for x, over in zip(leaves, axes, strict=True)]
+    if not of_leaf:
+        counts, groups = [sum(counts)], grouped(leaves, axes)
     data = Keys([x for x, _ in groups], [over for _, over in groups], dtype, rule.scope)
     count = placed_like(jnp.asarray(counts, count_dtype(counts)), leaves)
 
     # 2. The search.
-    def wanted_of(considered: jax.Array) -> OrderStatistic:
-        return order_statistic(rule.percentile, considered, rule.method, result_dtype)
+    percentile = rule.percentile if traced is None else traced
 
     def wanted_beyond(zeros: jax.Array) -> OrderStatistic:
-        of_nonzero = wanted_of(count - zeros)
+        """Returns what to search for if this many zeros are left out."""
+        others = order_statistic(percentile, count - zeros, rule.method, result_dtype)
         # If all are zero, the percentile is the first of the zeros.
-        rank = jnp.where(zeros >= count, 0, of_nonzero.rank + zeros)
-        return of_nonzero._replace(rank=rank)
-
-    beyond_zeros = wanted_beyond if rule.over == "nonzero" else None
+        return others._replace(rank=jnp.where(zeros < count, others.rank + zeros, 0))
 
     def read(s: _Search) -> _Search:
         # XLA-12: this branch is always taken. It stops XLA from hoisting the keys out of the loop, which would
@@ -263,9 +241,13 @@ def _selected(leaves: Sequence[Leaf], rule: Rule, start: jax.Array | None) -> Se
             lambda: data.counts(s.pivots, count.dtype),
             lambda: s.pivots.astype(count.dtype),
         )
-        return _narrowed(s, counted, count, beyond_zeros, dtype)
+        if rule.over == "nonzero":
+            # The first pivot of the first read is 0.
+            of_rest = partial(wanted_beyond, counted[:, 0])
+            s = s._replace(wanted=run_if(s.reads == 0, of_rest, lambda: s.wanted))
+        return _narrowed(s, counted, count, dtype)
 
-    started = _started(count, wanted_of(count), start, dtype)
+    started = _started(count, wanted_beyond(jnp.zeros_like(count)), start, dtype)
     started = placed_like(started, leaves)
     if rule.axes == ():  # the search of each device takes its own turns
         varying = tuple({a for x in leaves for a in varying_axes(x)})
@@ -280,12 +262,12 @@ def _selected(leaves: Sequence[Leaf], rule: Rule, start: jax.Array | None) -> Se
 
     # 4. The elements above it.
     is_infinite = bits >= floats.infinity_bits(result_dtype)
-    up_to_bound = jnp.where(is_infinite, count, up_to_lower)
-    above, elements = (x.astype(jnp.float32) for x in (count - up_to_bound, count))
+    above = jnp.where(is_infinite, 0, count - up_to_lower).astype(jnp.float32)
     undefined = search.has_nan
-    if rule.traced is not None:
-        undefined = undefined | jnp.isnan(rule.traced)
+    if traced is not None:
+        undefined = undefined | jnp.isnan(traced)
     bound, above = (jnp.where(undefined, jnp.nan, x) for x in (bound, above))
+    elements = count.astype(jnp.float32)
     if not of_leaf:
         bound, bits, above, elements = (x[0] for x in (bound, bits, above, elements))
     return Selected(bound, bits, above, elements, reads)
@@ -316,118 +298,110 @@ assert len(_FIRST_EXPONENTS) == len(_FIRST_DISTANCES) + 1 == _PIVOTS - 2
 
 
 class _Search(NamedTuple):
-    keys: jax.Array  # (..., 2): the bracket
-    counts: jax.Array  # (..., 2): number of elements at or below each, uint32 or uint64
-    pivots: jax.Array  # (..., pivots): where the next read counts, ascending
+    """A search for each row: one of all leaves, or one of each."""
+
+    low: jax.Array  # (rows,): the bracket is (low, high]
+    high: jax.Array
+    up_to_low: jax.Array  # (rows,): number of elements at or below it, uint32 or uint64
+    up_to_high: jax.Array
+    pivots: jax.Array  # (rows, pivots): where the next read counts, ascending
     wanted: OrderStatistic
-    has_nan: jax.Array  # bool: known after the first read
-    done: jax.Array  # bool
+    has_nan: jax.Array  # bool (rows,): known after the first read
+    done: jax.Array  # bool (rows,)
     reads: jax.Array  # int32 ()
 
 
 def _started(
     count: jax.Array, wanted: OrderStatistic, start: jax.Array | None, dtype: DType
 ) -> _Search:
-    groups = len(count)
-    integers, infinity = key_dtype(dtype), floats.infinity_bits(dtype)
-    usual = jnp.asarray(np.asarray([2.0**e for e in _FIRST_EXPONENTS]).astype(dtype))
-    inner = jnp.tile(floats.magnitude_bits(usual[None]).astype(integers), (groups, 1))
-    ends = [jnp.full((groups, 1), end, integers) for end in (0, infinity)]
-    inner, ends = placed_like((inner, ends), count)
+    """Returns the search before its first read, whose first pivot is zero and whose last is infinity."""
+    rows, integers, infinity = len(count), key_dtype(dtype), floats.infinity_bits(dtype)
+    usual = np.asarray([0, *(2.0**e for e in _FIRST_EXPONENTS), np.inf]).astype(dtype)
+    keys = usual.view(floats.integers_like(dtype)).astype(integers)
+    pivots = placed_like(jnp.tile(jnp.asarray(keys)[None], (rows, 1)), count)
     if start is not None:
-        start = jnp.broadcast_to(start.astype(dtype), (groups,))
-        around = floats.magnitude_bits(start).astype(integers)[:, None]
-        steps = np.asarray(_FIRST_DISTANCES) * 2.0 ** jnp.finfo(dtype).nmant
-        offsets = np.sort([*steps.astype(integers), -1])[None].astype(integers)
+        start = jnp.broadcast_to(start.astype(dtype), (rows,))
         usable = (start > 0) & (start < jnp.inf)
-        inner = jnp.where(usable[:, None], jnp.clip(around + offsets, 1, infinity - 1), inner)
+        steps = np.asarray(_FIRST_DISTANCES) * 2.0 ** jnp.finfo(dtype).nmant
+        offsets = np.asarray([0, *np.sort([*steps.astype(integers), -1]), 0], integers)
+        around = floats.magnitude_bits(start).astype(integers)[:, None] + offsets[None]
+        inner = [1] * (_PIVOTS - 2)
+        lowest = np.asarray([0, *inner, infinity], integers)
+        highest = np.asarray([0, *(infinity - n for n in inner), infinity], integers)
+        pivots = jnp.where(usable[:, None], jnp.clip(around, lowest[None], highest[None]), pivots)
     return _Search(
-        keys=jnp.tile(jnp.asarray([[-1, infinity]], integers), (groups, 1)),
-        counts=count[:, None] * np.asarray([[0, 1]], count.dtype),
-        pivots=jnp.concatenate([ends[0], inner, ends[1]], axis=-1),
+        low=jnp.full((rows,), -1, integers),
+        high=jnp.full((rows,), infinity, integers),
+        up_to_low=jnp.zeros_like(count),
+        up_to_high=count,
+        pivots=pivots,
         wanted=wanted,
-        has_nan=jnp.zeros((groups,), bool),
+        has_nan=jnp.zeros((rows,), bool),
         done=count == 0,
         reads=jnp.zeros((), jnp.int32),
     )
 
 
-def _narrowed(
-    s: _Search,
-    counted: jax.Array,
-    count: jax.Array,
-    wanted_beyond: Callable[[jax.Array], OrderStatistic] | None,
-    dtype: DType,
-) -> _Search:
+def _narrowed(s: _Search, counted: jax.Array, count: jax.Array, dtype: DType) -> _Search:
     """Returns the search after a read that `counted` the elements at or below its pivots.
 
-    The first pivot of the first read counts the zeros. If zeros are left out, `wanted_beyond` takes their number, and
-    returns the order statistic to search for.
+    1. The bracket ends at the last pivot up to which all elements are before the rank, and at the next pivot.
+    2. The search is done if the bracket has a single key; or if the rank is its last element, or the first of two,
+       which `_enclosed` reads off.
     """
-    is_first = s.reads == 0
-    wanted = s.wanted
-    if wanted_beyond is not None:
-        wanted = run_if(is_first, lambda: wanted_beyond(counted[:, 0]), lambda: s.wanted)
-    has_nan = jnp.where(is_first, counted[:, -1] < count, s.has_nan)
-    rank = wanted.rank
+    # 1
+    rank = s.wanted.rank
+    is_before = counted <= rank[:, None]
+    low = jnp.max(jnp.where(is_before, s.pivots, s.low[:, None]), axis=-1)
+    high = jnp.min(jnp.where(is_before, s.high[:, None], s.pivots), axis=-1)
+    up_to_low = jnp.max(jnp.where(is_before, counted, s.up_to_low[:, None]), axis=-1)
+    up_to_high = jnp.min(jnp.where(is_before, s.up_to_high[:, None], counted), axis=-1)
 
-    keys = jnp.concatenate([s.keys[:, :1], s.pivots, s.keys[:, 1:]], axis=-1)
-    counts = jnp.concatenate([s.counts[:, :1], counted, s.counts[:, 1:]], axis=-1)
-    below = jnp.sum(counts[:, :-1] <= rank[:, None], axis=-1, dtype=jnp.int32)
-    places = below[:, None] + np.asarray([[-1, 0]], np.int32)
-    keys, counts = _at(places, keys), _at(places, counts)
-
-    width_before, width = s.keys[:, 1] - s.keys[:, 0], keys[:, 1] - keys[:, 0]
-    inside, left = counts[:, 1] - counts[:, 0], counts[:, 1] - rank
-    # A single key; or the rank is the last in the bracket, or the first of two, which `_enclosed` reads off.
-    done = (width == 1) | (left == 1) | ((inside == 2) & (left == 2))
+    # 2
+    has_nan = jnp.where(s.reads == 0, counted[:, -1] < count, s.has_nan)
+    inside, left = up_to_high - up_to_low, up_to_high - rank
+    done = (high - low == 1) | (left == 1) | ((inside == 2) & (left == 2))
     return _Search(
-        keys=keys,
-        counts=counts,
-        pivots=_next_pivots(keys, inside, left, width_before, dtype),
-        wanted=wanted,
+        low=low,
+        high=high,
+        up_to_low=up_to_low,
+        up_to_high=up_to_high,
+        pivots=_next_pivots(low, high, inside, left, s.high - s.low, dtype),
+        wanted=s.wanted,
         has_nan=has_nan,
         done=done | has_nan | s.done,
         reads=s.reads + 1,
     )
 
 
-def _at(places: jax.Array, rows: jax.Array) -> jax.Array:
-    """Returns the elements at these places of each row.
-
-    It is no gather, which JAX refuses if `jax.vmap` maps a sharded axis of an Explicit mesh
-    (tests/devices/test_models_on_devices.py).
-    """
-    all_places = np.arange(rows.shape[-1], dtype=np.int32)
-    is_there = places[:, :, None] == all_places[None, None]
-    return jnp.sum(jnp.where(is_there, rows[:, None], 0), axis=-1, dtype=rows.dtype)
-
-
 def _next_pivots(
-    keys: jax.Array, inside: jax.Array, left: jax.Array, width_before: jax.Array, dtype: DType
+    low: jax.Array,
+    high: jax.Array,
+    inside: jax.Array,
+    left: jax.Array,
+    width_before: jax.Array,
+    dtype: DType,
 ) -> jax.Array:
-    """Returns pivots inside the bracket: around the key that the model predicts, evenly spaced, or at each key.
+    """Returns pivots inside the bracket: around the key that the model predicts, or evenly spaced.
 
     `inside` is the number of elements in the bracket, and `left` that of those at the rank or beyond it.
     """
-    low, high = keys[:, :1], keys[:, 1:]
-    width = high - low
-    parts = _PIVOTS + 1
-    place = np.arange(1, parts, dtype=keys.dtype)[None]
+    low, high = low[:, None], high[:, None]
+    width, parts = high - low, _PIVOTS + 1
+    place = np.arange(1, parts, dtype=low.dtype)[None]
 
     aimed = _predicted_places(inside, left) * width.astype(jnp.float32)
-    aimed = low + jnp.round(aimed).astype(keys.dtype)
+    aimed = low + jnp.round(aimed).astype(low.dtype)
     # Strictly inside the bracket.
     aimed = jnp.clip(aimed, low + place, high - place[:, ::-1])
-    # This is low + width * place // parts, in two terms because that product may overflow.
+    # This is low + width * place // parts, in two terms because that product may overflow. A bracket of few keys gets a
+    # pivot at each.
     even = low + (width // parts) * place + (width % parts) * place // parts
-    each = jnp.minimum(low + place, high)
 
     # The model cannot be trusted if the bracket is wide or the last read left more than half of it.
     is_wide = width > 2 << jnp.finfo(dtype).nmant
     is_unknown = is_wide | (width > width_before[:, None] // 2)
-    is_narrow = width <= parts
-    return jnp.where(is_narrow, each, jnp.where(is_unknown, even, aimed))
+    return jnp.where(is_unknown | (width <= parts), even, aimed)
 
 
 def _predicted_places(inside: jax.Array, left: jax.Array) -> jax.Array:
@@ -449,25 +423,24 @@ def _enclosed(search: _Search, data: Keys) -> tuple[jax.Array, jax.Array, jax.Ar
     # a single key, and the rank its last element        high        above_high
     # the rank the last of several elements              at_high     above_high
     # the rank the first of two                          above_low   at_high
-    (low, high), (_, up_to_high) = search.keys.T, search.counts.T
-    is_last = up_to_high - search.wanted.rank == 1
-    is_single_key = high - low == 1
+    is_last = search.up_to_high - search.wanted.rank == 1
+    is_single_key = search.high - search.low == 1
     # One leaf among others may be empty, with the scope "leaf". It needs no further read of all.
-    is_empty = up_to_high == 0
+    is_empty = search.up_to_high == 0
     is_known = (is_single_key & ~is_last) | search.has_nan | is_empty
 
     def read() -> tuple[jax.Array, jax.Array]:
-        return data.neighbours(high, jnp.where(is_last, high, low))
+        return data.neighbours(search.high, jnp.where(is_last, search.high, search.low))
 
     needed = ~jnp.all(is_known)
-    # `at_high`: the largest key at or below high. `above`: the smallest key above high if the rank is the bracket's
-    # last, otherwise the smallest above low.
-    at_high, above = run_if(needed, read, lambda: (high, high))
-    lower = jnp.where(is_single_key, high, jnp.where(is_last, at_high, above))
-    upper = jnp.where(is_last, above, jnp.where(is_single_key, high, at_high))
+    # `at_high`: the largest key at or below high, which is high itself in a bracket of a single key. `above`: the
+    # smallest key above high if the rank is the bracket's last, otherwise the smallest above low.
+    at_high, above = run_if(needed, read, lambda: (search.high, search.high))
+    lower = jnp.where(is_single_key | is_last, at_high, above)
+    upper = jnp.where(is_last, above, at_high)
     # If both keys are equal, both elements are at or below lower, and `clipped_fraction` would count one too many.
     is_first_of_two = ~is_single_key & ~is_last & (lower < upper)
-    up_to_lower = up_to_high - is_first_of_two.astype(up_to_high.dtype)
+    up_to_lower = search.up_to_high - is_first_of_two.astype(search.up_to_high.dtype)
     return lower, upper, up_to_lower, search.reads + needed.astype(jnp.int32)
 
 

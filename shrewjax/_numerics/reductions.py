@@ -16,7 +16,7 @@ Along a mapped axis devices hold other units, or parts of the same ones (`axes.u
 
 import math
 from collections.abc import Callable, Collection, Hashable, Sequence
-from functools import cache, partial
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,7 @@ from shrewjax._base.axes import (
     is_bound,
     is_mapped,
     mapped_axes,
+    varying_axes,
 )
 from shrewjax._base.branches import run_if
 from shrewjax._base.mesh import is_traced, may_be_partitioned, spec_of_result
@@ -68,7 +69,8 @@ def leaf_maxima(
     The arrays hold integers, because XLA:CPU's maximum of floats can lose a NaN (XLA-10). An empty one gives 0,
     and so does one of negative numbers alone. `axes` is as in `leaf_sums`.
     """
-    partials = [_leaf_maxima(keys, *of_leaf) for of_leaf in zip(leaves, *per_leaf, strict=True)]
+    each = zip(leaves, *per_leaf, strict=True)
+    partials = [_reduced(keys, lax.max, *of_leaf) for of_leaf in each]
     return _over_devices(lax.pmax, partials, axes)
 
 
@@ -79,14 +81,12 @@ def leaf_counts(
     dtype: DType,
     axes: Axes | list[Axes],
 ) -> list[jax.Array]:
-    """Returns, for each leaf, a vector with the number of elements for which each of `flags(leaf, *scalars)` is set.
+    """Returns, for each leaf, a vector with the sum of each array in `flags(leaf, *scalars)`, over all devices.
 
-    Counts are over all devices, in an unsigned dtype, which has to hold the largest count. For a group of leaves of one
-    shape (`grouped`), each array of `flags` is the sum of the leaves' flags, element by element.
+    The arrays hold integers in which the leaf's own sum fits (`count_dtype`). That of all devices must fit in `dtype`.
     """
-    partials = [
-        _leaf_counts(flags, dtype, *of_leaf) for of_leaf in zip(leaves, *per_leaf, strict=True)
-    ]
+    each = zip(leaves, *per_leaf, strict=True)
+    partials = [_reduced(flags, lax.add, *of_leaf).astype(dtype) for of_leaf in each]
     return _over_devices(lax.psum, partials, axes)
 
 
@@ -140,20 +140,17 @@ def sizes(
     ]
 
 
-def unit_numbers(leaf: Leaf, dims: UnitDims, value: float, dtype: DType) -> jax.Array:
-    """Returns an array with this number for each unit, sharded as the dimensions of `dims` are."""
-    numbers = _sum(jnp.zeros_like(leaf, dtype=dtype), dims) + jnp.asarray(value, dtype)
+def placed_as_units(numbers: jax.Array, leaf: Leaf, dims: UnitDims) -> jax.Array:
+    """Returns numbers of a leaf's units, sharded as the dimensions `dims` of the leaf are. Traced ones stay."""
     sharding = None if is_traced(leaf) else getattr(leaf, "sharding", None)
     if not dims or not isinstance(sharding, NamedSharding):
         return numbers
     # XLA leaves out mesh axes of size 1, and `state_specs` would lack them (tests/devices/test_distribution.py,
     # "axis_of_size_1").
+    mesh, kind = sharding.mesh, numbers.sharding.memory_kind
     spec = (*sharding.spec, *[None] * leaf.ndim)
-    spec_of_units = spec_of_result(sharding.mesh, P(*(spec[a] for a in dims)))
-    return jax.device_put(
-        numbers,
-        NamedSharding(sharding.mesh, spec_of_units, memory_kind=numbers.sharding.memory_kind),
-    )
+    spec_of_units = spec_of_result(mesh, P(*(spec[a] for a in dims)))
+    return jax.device_put(numbers, NamedSharding(mesh, spec_of_units, memory_kind=kind))
 
 
 def any_device(flag: jax.Array, axes: AxisNames = ()) -> jax.Array:
@@ -161,18 +158,15 @@ def any_device(flag: jax.Array, axes: AxisNames = ()) -> jax.Array:
 
     If `axes` contains axes of `jax.vmap`, it is also combined along these.
     """
-    mapped, is_tracked = mapped_axes()
-    (count,) = _over_devices(lax.pmax, [flag.astype(jnp.int32)], None if is_tracked else mapped)
-    of_vmap = tuple(a for a in axes if a not in mapped and is_bound(a))
-    return (lax.pmax(count, of_vmap) if of_vmap else count) > 0
+    return any_device_along(flag, {*mapped_axes()[0], *axes})
 
 
 def any_device_along(flags: jax.Array, axes: Collection[Hashable]) -> jax.Array:
     """Returns whether each flag is set on any device along these axes, mapped or of `jax.vmap`. Others stay apart."""
-    bound = tuple(sorted((a for a in axes if is_bound(a)), key=str))
-    mapped = tuple(a for a in bound if a in mapped_axes()[0])
-    counts = as_varying(flags.astype(jnp.int32), mapped)
-    return (lax.pmax(counts, bound) if bound else counts) > 0
+    mapped, is_tracked = mapped_axes()
+    same = {*mapped} - varying_axes(flags) if is_tracked else ()
+    over = tuple(sorted((a for a in axes if is_bound(a) and a not in same), key=str))
+    return lax.pmax(flags.astype(jnp.int32), over) > 0 if over else flags
 
 
 def device_sums(rows: Sequence[jax.Array], axes: AxisNames) -> list[jax.Array]:
@@ -212,12 +206,19 @@ def combined_over(
     results = list(arrays)
     if not axes:
         return results
-    collectives = {"sum": lax.psum, "max": _extreme(lax.pmax), "min": _extreme(lax.pmin)}
+    varying = [as_varying(x, axes) for x in arrays]
+    collectives = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}
     for name, collective in collectives.items():
         chosen = [i for i, other in enumerate(names) if other == name]
-        combined = collective([as_varying(arrays[i], axes) for i in chosen], axes)
+        combined = collective([varying[i] for i in chosen], axes)
         for i, x in zip(chosen, combined, strict=True):
             results[i] = x
+    # XLA-25: the all-reduce of XLA:CPU loses a NaN.
+    extremes = [i for i, name in enumerate(names) if name in ("max", "min")]
+    floats = [i for i in extremes if jnp.issubdtype(arrays[i].dtype, jnp.floating)]
+    nans = lax.psum([jnp.isnan(varying[i]).astype(jnp.int32) for i in floats], axes)
+    for i, count in zip(floats, nans, strict=True):
+        results[i] = jnp.where(count > 0, jnp.full_like(results[i], jnp.nan), results[i])
     return results
 
 
@@ -252,20 +253,6 @@ def finite_leaves(
     return lax.platform_dependent(cuda=exactly, rocm=exactly, default=by_plain_sums)
 
 
-def _extreme(collective: Function) -> Function:
-    """Returns the collective, changed to keep a NaN, which the all-reduce of XLA:CPU loses (XLA-25)."""
-
-    def combined(arrays: Sequence[jax.Array], axes: AxisNames) -> list[jax.Array]:
-        results = list(collective(arrays, axes))
-        floats = [i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.floating)]
-        nans = lax.psum([jnp.isnan(arrays[i]).astype(jnp.int32) for i in floats], axes)
-        for i, count in zip(floats, nans, strict=True):
-            results[i] = jnp.where(count > 0, jnp.full_like(results[i], jnp.nan), results[i])
-        return results
-
-    return combined
-
-
 def _evenly(alike: Sequence[Leaf], most: int) -> list[Group]:
     """Splits leaves of one shape into groups of nearly the same length, small enough to be counted in 32 bits."""
     most = max(min(most, _LARGEST_COUNT // max(alike[0].size, 1)), 1)
@@ -280,20 +267,28 @@ def _sum(x: jax.Array, dims: UnitDims = ()) -> jax.Array:
 
 
 # Jitted, because each leaf of the same shape would otherwise be traced and lowered again.
-@partial(jax.jit, static_argnums=0)
-def _leaf_maxima(keys: Callable[..., Sequence[jax.Array]], *of_leaf: Leaf) -> jax.Array:
-    wanted = keys(*of_leaf)
-    return jnp.stack(_reduce_together(wanted, lax.max, range(wanted[0].ndim)))
-
-
 @partial(jax.jit, static_argnums=(0, 1))
-def _leaf_counts(
-    flags: Callable[..., Sequence[jax.Array]], dtype: DType, *of_leaf: Leaf
+def _reduced(
+    arrays_of: Callable[..., Sequence[jax.Array]], combine: Function, *of_leaf: Leaf
 ) -> jax.Array:
-    """Returns a count per flag, of this dtype. The leaf itself is counted in 32 bits if they suffice for it."""
-    wanted = flags(*of_leaf)
-    ones = [flag.astype(count_dtype([wanted[0].size])) for flag in wanted]
-    return jnp.stack(_reduce_together(ones, lax.add, range(wanted[0].ndim))).astype(dtype)
+    """Returns the combined elements of each array in `arrays_of(*of_leaf)`, in one read of the data if possible.
+
+    The arrays have one shape. Empty ones give 0.
+    """
+    operands = tuple(arrays_of(*of_leaf))
+    zeros = tuple(np.zeros((), x.dtype) for x in operands)
+    dims = tuple(range(operands[0].ndim))
+
+    def combine_each(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        return tuple(map(combine, a, b))
+
+    if len(operands) > 1 and not may_be_partitioned():
+        return jnp.stack(lax.reduce(operands, zeros, combine_each, dims))
+    # XLA-9: if XLA partitions a reduction of several operands, it all-gathers the devices' results of each operand. It
+    # all-reduces those of a single operand (tests/numerics/test_reductions.py, "without a gather"). XLA:GPU fuses such
+    # reductions and still reads the data once.
+    pairs = zip(operands, zeros, strict=True)
+    return jnp.stack([lax.reduce(x, zero, combine, dims) for x, zero in pairs])
 
 
 _LARGEST_COUNT = 2**32 - 1  # of 32 bits
@@ -308,40 +303,17 @@ _MOST_IN_A_GROUP = 8
 _FEWEST_GROUPS = 9
 
 
-def _reduce_together(
-    operands: Sequence[jax.Array], combine: Function, dims: Sequence[int]
-) -> list[jax.Array]:
-    """Reduces arrays of one shape over some dimensions, in one read of the data if possible. An empty array gives 0."""
-    zeros = [np.zeros((), x.dtype) for x in operands]
-    if len(operands) > 1 and not may_be_partitioned():
-        return list(lax.reduce(tuple(operands), tuple(zeros), _of_each(combine), tuple(dims)))
-    # XLA-9: if XLA partitions a reduction of several operands, it all-gathers the devices' results of each operand. It
-    # all-reduces those of a single operand (tests/numerics/test_reductions.py, "without a gather"). XLA:GPU fuses such
-    # reductions and still reads the data once.
-    return [
-        lax.reduce(x, zero, combine, tuple(dims)) for x, zero in zip(operands, zeros, strict=True)
-    ]
-
-
-@cache
-def _of_each(combine: Function) -> Function:
-    return lambda a, b: tuple(combine(x, y) for x, y in zip(a, b, strict=True))
-
-
 def _over_devices(
     collective: Function, partials: Sequence[jax.Array], axes: Axes | list[Axes]
 ) -> list[jax.Array]:
-    """Combines the devices' partial results, with one collective for each set of axes over which leaves vary."""
-    groups: dict[AxisNames, dict[Hashable, list[int]]] = {}
+    """Combines the devices' partial results, with one collective for those of one type that vary over the same axes."""
+    groups: dict[tuple[AxisNames, Hashable], list[int]] = {}
     for i, (x, over) in enumerate(zip(partials, axes_to_reduce(partials, axes), strict=True)):
         if over:
-            groups.setdefault(over, {}).setdefault(jax.typeof(x), []).append(i)
+            groups.setdefault((over, jax.typeof(x)), []).append(i)
     results = list(partials)
-    for over, alike in groups.items():
-        stacked = collective(
-            [jnp.stack([partials[i] for i in of_kind]) for of_kind in alike.values()], over
-        )
-        for of_kind, reduced in zip(alike.values(), stacked, strict=True):
-            for row, i in enumerate(of_kind):
-                results[i] = reduced[row]
+    for (over, _), places in groups.items():
+        combined = collective(jnp.stack([partials[i] for i in places]), over)
+        for row, i in enumerate(places):
+            results[i] = combined[row]
     return results

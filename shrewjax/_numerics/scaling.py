@@ -31,11 +31,14 @@ from shrewjax._numerics.vectors import broadcast_to_leaf
 
 
 class ClipScale(NamedTuple):
-    """The number `coarse * fine * fine` that a clip multiplies by where `applies`. Elsewhere nothing changes."""
+    """The number `coarse * fine * fine` that a clip multiplies by: 1 where nothing changes, else below 1, or NaN."""
 
-    applies: jax.Array  # bool
-    coarse: jax.Array
+    coarse: jax.Array  # 1 only where nothing changes
     fine: jax.Array  # 1, unless one factor would underflow where its product does not
+
+    @property
+    def applies(self) -> jax.Array:
+        return self.coarse != 1
 
 
 def as_limit(value: Scalar, like: ExtendedFloat | jax.Array) -> ExtendedFloat:
@@ -53,14 +56,8 @@ def as_limit(value: Scalar, like: ExtendedFloat | jax.Array) -> ExtendedFloat:
 
 
 @partial(jax.jit, inline=True)  # XLA-21
-def clip_scale(norm: ExtendedFloat, limit: ExtendedFloat) -> ClipScale:
-    """Returns the scale that reduces a norm to its limit: the decision of every norm clip. Has the shape of `norm`."""
-    (scale,) = clip_scales([norm], [limit])
-    return scale
-
-
 def clip_scales(norms: Sequence[ExtendedFloat], limits: Sequence[ExtendedFloat]) -> list[ClipScale]:
-    """Returns `clip_scale` of the units of every leaf, decided together."""
+    """Returns the scales that reduce norms to their limits, in their shapes: the decision of every norm clip."""
     if not norms:
         return []
     applies = list(map(_exceeds, norms, limits))
@@ -68,18 +65,17 @@ def clip_scales(norms: Sequence[ExtendedFloat], limits: Sequence[ExtendedFloat])
     def decide() -> list[ClipScale]:
         return list(map(_scale_to_limit, norms, limits, applies))
 
+    def leave() -> list[ClipScale]:
+        ones = [jnp.ones_like(norm.mantissa) for norm in norms]
+        return list(map(ClipScale, ones, ones))
+
     def decide_if_needed() -> list[ClipScale]:
         # XLA-5: without the branch, XLA:CPU fuses this arithmetic into the kernel of every leaf and repeats it there.
         # TPU: as on CPU. Only on GPUs does a branch make the host wait (XLA-3).
         is_needed = jnp.any(jnp.stack([jnp.any(a) for a in applies]))
-        return run_if(is_needed, decide, lambda: list(map(_no_scale, norms, applies)))
+        return run_if(is_needed, decide, leave)
 
     return lax.platform_dependent(cuda=decide, rocm=decide, default=decide_if_needed)
-
-
-def _no_scale(norm: ExtendedFloat, applies: jax.Array) -> ClipScale:
-    one = jnp.ones_like(norm.mantissa)
-    return ClipScale(jnp.zeros_like(applies), one, one)
 
 
 def counts_as_clipped(scale: ClipScale, norm: ExtendedFloat) -> jax.Array:
@@ -93,19 +89,18 @@ def is_above(norm: ExtendedFloat, limit: ExtendedFloat) -> jax.Array:
     return is_greater(norm, limit) & jnp.isfinite(norm.mantissa) & jnp.isfinite(limit.mantissa)
 
 
-def apply_scale(x: Leaf, scale: ClipScale) -> jax.Array:
-    """Returns x times the scale if it applies, else x to the last bit. Has x's dtype; multiplies in the scale's."""
-    dtype = scale.coarse.dtype
-    product = mul_real(upcast(x, dtype), scale.coarse, scale.fine, scale.fine)
+def apply_scale(x: Leaf, scale: ClipScale, dims: UnitDims = ()) -> jax.Array:
+    """Returns x times the scale of each unit if it applies, else x to the last bit.
+
+    The result has the dtype of x. The product is taken in the dtype of the scale.
+    """
+    scale = ClipScale(*(broadcast_to_leaf(part, x, dims) for part in scale))
+    product = upcast(x, scale.coarse.dtype)
+    product = mul_real(product, scale.coarse, scale.fine, scale.fine)
     # Selected, not multiplied by 1, because x * 1 flushes subnormals on CPU and TPU (XLA-18).
     # `test_gradients_inside_keep_every_bit` holds this.
     select = lax.select if scale.applies.ndim == 0 else jnp.where
     return select(scale.applies, lax.convert_element_type(product, x.dtype), x)
-
-
-def apply_unit_scales(x: Leaf, scale: ClipScale, dims: UnitDims) -> jax.Array:
-    parts = (broadcast_to_leaf(part, x, dims) for part in scale)
-    return apply_scale(x, ClipScale(*parts))
 
 
 def clip_slices(
@@ -115,7 +110,7 @@ def clip_slices(
     applies = _exceeds(norm, limit)
     clipped = run_if(
         jnp.any(applies),
-        lambda: apply_unit_scales(x, _scale_to_limit(norm, limit, applies), dims),
+        lambda: apply_scale(x, _scale_to_limit(norm, limit, applies), dims),
         lambda: x,
     )
     return clipped, applies
@@ -154,4 +149,4 @@ def _scale_to_limit(norm: ExtendedFloat, limit: ExtendedFloat, applies: jax.Arra
     of_coarse = jnp.clip(exponent - 2 * of_fine, lowest, 0)
     product = ratio * power_of_two(of_coarse, dtype)
     coarse = jnp.where(applies, jnp.where(defined, product, jnp.nan), 1)
-    return ClipScale(applies, coarse, power_of_two(of_fine, dtype))
+    return ClipScale(coarse, power_of_two(of_fine, dtype))

@@ -5,7 +5,7 @@ must not repeat the arithmetic that made it.
 """
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import jax
@@ -57,56 +57,37 @@ def broadcast_to_leaf(of_units: jax.Array, leaf: Leaf, dims: UnitDims) -> jax.Ar
 
 @partial(jax.jit, static_argnums=1, inline=True)  # XLA-21
 def pieces(vectors: Sequence[jax.Array], sizes: tuple[int, ...]) -> list[list[jax.Array]]:
-    """Returns consecutive pieces of vectors of one length, of these sizes: for each size, one of each vector."""
-    starts = np.cumsum((0, *sizes[:-1]))
+    """Returns consecutive pieces, of these sizes, of vectors of one shape and dtype: for each size, one of each vector.
+
+    The vectors may also be matrices, whose rows are cut.
+    """
+    starts = np.cumsum((0, *sizes[:-1]), dtype=np.uint32)
 
     def by_operand(vectors: Sequence[jax.Array]) -> list[list[jax.Array]]:
-        # Vectors of one dtype are cut together, because each cut is a kernel. Flags count as numbers.
-        numbers = [x.dtype for x in vectors if x.dtype != bool] or [jnp.dtype(bool)]
-        kinds = [numbers[0] if x.dtype == bool else x.dtype for x in vectors]
-        alike: dict[Hashable, list[jax.Array]] = {}
-        for x, kind in zip(vectors, kinds, strict=True):
-            alike.setdefault(kind, []).append(x.astype(kind))
-        stacks = {kind: _computed_once(jnp.stack(of_kind)) for kind, of_kind in alike.items()}
-
-        def piece(pair: np.ndarray, size: int) -> list[jax.Array]:
-            cut = {kind: _first_piece_of_two(x, pair, size) for kind, x in stacks.items()}
-            rows = {kind: iter(of_kind) for kind, of_kind in cut.items()}
-            with_kinds = zip(vectors, kinds, strict=True)
-            return [lax.convert_element_type(next(rows[k]), x.dtype) for x, k in with_kinds]
-
-        return list(map(piece, _in_pairs(starts), sizes))
+        # Stacked, because each cut is a kernel.
+        stack = _computed_once(jnp.stack(vectors))
+        each = zip(_in_pairs(starts), sizes, strict=True)
+        return [list(_first_piece_of_two(stack, pair, size)) for pair, size in each]
 
     def by_number(vectors: Sequence[jax.Array]) -> list[list[jax.Array]]:
-        # `lax.slice`, because tracing `x[start:stop]` takes eight times as long, for the same program.
+        # `lax.slice_in_dim`, because tracing `x[start:stop]` takes several times as long, for the same program.
         cuts = [(a, a + n) for a, n in zip(starts.tolist(), sizes, strict=True)]
-        return [[lax.slice(x, (a,), (b,)) for x in vectors] for a, b in cuts]
+        return [[lax.slice_in_dim(x, a, b) for x in vectors] for a, b in cuts]
 
     def in_a_kernel(vectors: Sequence[jax.Array]) -> list[list[jax.Array]]:
         return jax.tree.map(_in_a_kernel, by_number(vectors))
 
-    on_cpu = by_number if _is_explicit(vectors[0]) else by_operand
+    # If vmap maps models on an Explicit mesh, JAX 0.10.2 refuses operands that are constants of a branch, as those of
+    # `by_operand` are (tests/devices/test_models_on_devices.py).
+    on_cpu = by_number if explicit_axes(vectors[0]) else by_operand
     return lax.platform_dependent(
         vectors, cpu=on_cpu, cuda=in_a_kernel, rocm=in_a_kernel, default=by_number
     )
 
 
-@partial(jax.jit, inline=True)  # XLA-21
 def scalars(vector: jax.Array) -> list[jax.Array]:
     """Returns the elements of a vector as scalars, or the rows of a matrix as vectors."""
-
-    def by_operand(vector: jax.Array) -> list[jax.Array]:
-        vector = _computed_once(vector)
-        pairs = _in_pairs(np.arange(len(vector), dtype=np.uint32))
-        return [_first_of_two(vector, pair) for pair in pairs]
-
-    def in_a_kernel(vector: jax.Array) -> list[jax.Array]:
-        return [_in_a_kernel(vector[i]) for i in range(len(vector))]
-
-    on_cpu = list if _is_explicit(vector) else by_operand
-    return lax.platform_dependent(
-        vector, cpu=on_cpu, cuda=in_a_kernel, rocm=in_a_kernel, default=list
-    )
+    return [x.reshape(x.shape[1:]) for (x,) in pieces([vector], (1,) * len(vector))]
 
 
 def _in_pairs(places: np.ndarray) -> np.ndarray:
@@ -119,23 +100,9 @@ def _in_pairs(places: np.ndarray) -> np.ndarray:
     return np.stack([places, np.roll(places, -1)], axis=1)
 
 
-def _is_explicit(vector: jax.Array) -> bool:
-    """Returns whether an array is on an Explicit mesh.
-
-    If vmap maps models there, JAX 0.10.2 refuses operands that are constants of a branch, as `by_operand` makes them
-    (tests/devices/test_models_on_devices.py).
-    """
-    return bool(explicit_axes(vector))
-
-
 @partial(jax.jit, static_argnums=2)
 def _first_piece_of_two(stack: jax.Array, starts: jax.Array, size: int) -> jax.Array:
     return jax.vmap(lambda start: lax.dynamic_slice_in_dim(stack, start, size, axis=1))(starts)[0]
-
-
-@jax.jit
-def _first_of_two(vector: jax.Array, indices: jax.Array) -> jax.Array:
-    return vector.at[indices].get(mode="promise_in_bounds")[0]
 
 
 def _computed_once(numbers: jax.Array) -> jax.Array:

@@ -308,13 +308,13 @@ def test_norms_of_units_and_of_all_of_them_together(scale):
 
 @functools.partial(quick_jit, static_argnums=1)
 def norms_of_units(leaves, kept):
-    """Norms of the units of three leaves; their mantissas as `broadcast_to_leaf` has them; the norm of all."""
+    """Norms of the units of three leaves; as `broadcast_to_leaf` has them; the norm of all."""
     groups, shapes = ((0,), (1, 2)), [(3, 5), (), ()]
     axes = tuple(unit_axes("", x, keep, None) for x, keep in zip(leaves, kept, strict=True))
     joined = measure_units(leaves, kept, axes, groups)
-    norms = split(joined, groups, shapes)
-    spread = [broadcast_to_leaf(norm.mantissa, x, keep) for x, keep, norm in zip(leaves, kept, norms, strict=True)]
-    return list(map(floats.from_extended, norms)), spread, floats.from_extended(combine(joined, [None, None]))
+    norms = split(list(map(floats.from_extended, joined)), groups, shapes)
+    spread = [broadcast_to_leaf(norm, x, keep) for x, keep, norm in zip(leaves, kept, norms, strict=True)]
+    return norms, spread, floats.from_extended(combine(joined, [None, None]))
 
 
 def test_norm_of_no_units_is_zero():
