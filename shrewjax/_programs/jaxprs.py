@@ -53,10 +53,6 @@ _JITS = {"jit": "jaxpr", "closed_call": "call_jaxpr", "custom_vmap_call": "call"
 _PRINTS = "DebugEffect"
 _BRINGS_DERIVATIVE = "custom_jvp_call", "custom_vjp_call"
 _REDUCTIONS_OVER_DEVICES = {"psum", "psum2", "psum_invariant", "pmax", "pmin"}
-_SHARDINGS_OF_JIT = "in_shardings", "out_shardings"
-_OF_JIT = "jaxpr", "name", *_SHARDINGS_OF_JIT
-_OPTIONS_OF_SCAN = "reverse", "unroll"
-_OF_SCAN = _JAXPR_OF_LOOP["scan"], "length", *_OPTIONS_OF_SCAN
 _TRANSPOSE, _RESHAPE = "transpose", "reshape"
 SCATTER_ADDS = {"scatter-add", "scatter-sub"}
 ADD_ANY = "add_any"  # the sum of two cotangents
@@ -201,8 +197,14 @@ def jaxpr_of_call(equation: Equation) -> Jaxpr | None:
 
 def branches_of(equation: Equation) -> Sequence[Jaxpr]:
     """Returns the jaxprs of which a conditional runs that with the number of its first operand, or none."""
-    is_cond = equation.primitive.name == "cond"
-    return equation.params.get("branches", ()) if is_cond else ()
+    return equation.params.get("branches", ())
+
+
+def _params(equation: Operation, operation: str, names: Sequence[str]) -> list[Any] | None:
+    """Returns these parameters of an operation; None if the equation is another one, or has other names for them."""
+    if equation.primitive.name != operation or not {*names} <= {*equation.params}:
+        return None
+    return [equation.params[name] for name in names]
 
 
 class While(NamedTuple):
@@ -216,9 +218,8 @@ class While(NamedTuple):
 
 def while_of(equation: Equation) -> While | None:
     names = "cond_jaxpr", _JAXPR_OF_LOOP["while"], "cond_nconsts", "body_nconsts"
-    if equation.primitive.name != "while" or not {*names} <= {*equation.params}:
-        return None
-    return While(*(equation.params[name] for name in names))
+    params = _params(equation, "while", names)
+    return None if params is None else While(*params)
 
 
 def brings_derivative(equation: Equation) -> bool:
@@ -256,28 +257,19 @@ def cotangent_programs(
 
     The second returns the cotangents of the smooth operands.
     """
-    structure: Any = None
 
     def forward(operands: list[Leaf]) -> PyTree:
-        nonlocal structure
-
         def of_smooth(*some: Leaf) -> PyTree:
             made = run_equation(equation, replaced(operands, smooth, some))
             return [made[i] for i in results], made
 
         _, pull, made = jax.vjp(of_smooth, *(operands[i] for i in smooth), has_aux=True)
-        residuals, structure = jax.tree.flatten(pull)
-        return made, residuals
+        return made, pull
 
-    operands = _types(equation.invars)
-    first = jax.make_jaxpr(forward)(operands)
-    residuals = first.out_avals[len(equation.outvars) :]
-
-    def backward(residuals: list[Leaf], cotangents: list[Leaf]) -> PyTree:
-        return jax.tree.unflatten(structure, residuals)(cotangents)
-
-    cotangents = [equation.outvars[i].aval for i in results]
-    return first, jax.make_jaxpr(backward)(residuals, cotangents)
+    first, shapes = jax.make_jaxpr(forward, return_shape=True)(_types(equation.invars))
+    _, residuals = jax.tree.unflatten(jax.tree.structure(shapes), first.out_avals)
+    cotangents = _types([equation.outvars[i] for i in results])
+    return first, jax.make_jaxpr(lambda pull, given: pull(given))(residuals, cotangents)
 
 
 def platforms_of(equation: Equation) -> Sequence[Sequence[str] | None] | None:
@@ -296,10 +288,8 @@ class LinearSolve(NamedTuple):
 
 
 def linear_solve_of(equation: Equation) -> LinearSolve | None:
-    names = "jaxprs", "const_lengths"
-    if equation.primitive.name != "custom_linear_solve" or not {*names} <= {*equation.params}:
-        return None
-    return LinearSolve(*(equation.params[name]._asdict() for name in names))
+    params = _params(equation, "custom_linear_solve", ("jaxprs", "const_lengths"))
+    return None if params is None else LinearSolve(*(x._asdict() for x in params))
 
 
 def is_checkpoint(equation: Equation) -> bool:
@@ -355,21 +345,15 @@ def one_by_one(equations: Sequence[Equation]) -> Iterator[Equation]:
 
 def is_plain_jit(equation: Equation) -> bool:
     """Returns whether an equation is a `jit` without shardings, of which others could be made."""
-    if equation.primitive.name != "jit" or not {*_OF_JIT} <= {*equation.params}:
+    params = _params(equation, "jit", ("in_shardings", "out_shardings", "jaxpr", "name"))
+    if params is None:
         return False
-    shardings = [x for name in _SHARDINGS_OF_JIT for x in equation.params[name]]
-    return all(type(x).__name__ == "UnspecifiedValue" for x in shardings)
-
-
-def name_of_jit(equation: Equation) -> str:
-    """Returns the name of a plain `jit` in a profile."""
-    return equation.params["name"]
+    return all(type(x).__name__ == "UnspecifiedValue" for x in (*params[0], *params[1]))
 
 
 def permutation_of(operation: Operation) -> tuple[int, ...] | None:
     """Returns the order of the dimensions after a transpose, or None if it is another operation."""
-    is_transpose = operation.primitive.name == _TRANSPOSE
-    return operation.params.get("permutation") if is_transpose else None
+    return operation.params.get("permutation")
 
 
 def is_plain_reshape(operation: Operation) -> bool:
@@ -404,10 +388,8 @@ class ShardMap(NamedTuple):
 
 def shard_map_of(equation: Equation) -> ShardMap | None:
     """Returns the `shard_map` of an equation, or None if it is another equation."""
-    names = "jaxpr", "in_specs", "out_specs"
-    if equation.primitive.name != "shard_map" or not {*names} <= {*equation.params}:
-        return None
-    return ShardMap(*(equation.params[name] for name in names))
+    params = _params(equation, "shard_map", ("jaxpr", "in_specs", "out_specs"))
+    return None if params is None else ShardMap(*params)
 
 
 class Scan(NamedTuple):
@@ -430,11 +412,10 @@ def scan_of(equation: Equation) -> Scan | None:
     JAX 0.11 gave other names to the numbers of constants and carries. So they are read from the shapes: a stack has
     one dimension more than its slice in the body.
     """
-    params = equation.params
-    if equation.primitive.name != "scan" or not {*_OF_SCAN} <= {*params}:
+    params = _params(equation, "scan", (_JAXPR_OF_LOOP["scan"], "length", "reverse", "unroll"))
+    if params is None:
         return None
-    body, length = params[_JAXPR_OF_LOOP["scan"]], params["length"]
-    options = {name: params[name] for name in _OPTIONS_OF_SCAN}
+    body, length, reverse, unroll = params
 
     def count_others(outer: Sequence[Atom], inner: Sequence[Leaf]) -> int | None:
         pairs = zip(outer, inner, strict=True)
@@ -446,6 +427,7 @@ def scan_of(equation: Equation) -> Scan | None:
     others = count_others(equation.invars, body.in_avals)
     if carries is None or others is None:
         return None
+    options = {"reverse": reverse, "unroll": unroll}
     return Scan(body, others - carries, carries, length, options)
 
 
@@ -471,13 +453,10 @@ def read_by(equations: Sequence[Equation], results: Sequence[Atom] = ()) -> list
 def types_of(function: Callable[[], PyTree]) -> PyTree:
     """Returns `jax.eval_shape`, with the shardings that JAX drops there if the mesh has Explicit axes and Auto ones."""
     traced = jax.jit(function).trace()
-    leaves, structure = jax.tree.flatten(traced.out_info)
-
-    def typed(shape: Leaf, aval: Leaf) -> Leaf:
-        is_complete = shape.sharding is not None or not explicit_axes(aval)
-        return shape if is_complete else shape.update(sharding=aval.sharding)
-
-    return jax.tree.unflatten(structure, map(typed, leaves, traced.jaxpr.out_avals))
+    shapes, structure = jax.tree.flatten(traced.out_info)
+    pairs = zip(shapes, traced.jaxpr.out_avals, strict=True)
+    typed = [x.update(sharding=y.sharding) if explicit_axes(y) else x for x, y in pairs]
+    return jax.tree.unflatten(structure, typed)
 
 
 @functools.cache
@@ -539,6 +518,4 @@ class Frame(NamedTuple):
 def frames_of(equation: Equation) -> list[Frame]:
     """Returns the lines that made an equation, the innermost first, or none if JAX does not tell."""
     made_at: Any = getattr(getattr(equation, "source_info", None), "traceback", None)
-    raw_frames = getattr(made_at, "raw_frames", tuple)
-    pairs = zip(*raw_frames(), strict=True)
-    return [Frame(x.co_filename, [*x.co_positions()][at // 2][0] or 0) for x, at in pairs]
+    return [Frame(x.file_name, x.line_num) for x in getattr(made_at, "frames", ())]

@@ -69,12 +69,10 @@ from shrewjax._programs.jaxprs import (
     is_plain_reshape,
     is_variable,
     jaxpr_of_call,
-    name_of_jit,
     opened,
     permutation_of,
     prevents_cse,
-    program_of,
-    read_by,
+    run_equation,
     scan_of,
 )
 from shrewjax._programs.lost_scatters import warn_if_lost
@@ -330,8 +328,8 @@ class _Evaluation:
         for index, equation in enumerate(jaxpr.eqns):
             if index in plan.skipped:
                 continue
+            given = [*map(value, equation.invars)]
             if index in plan.scans or index in plan.calls:
-                given = [*map(value, equation.invars)]
                 with context_of(equation), _names_of(equation):
                     if index in plan.scans:
                         returned, added = self._run_scan(equation, given, plan.scans[index], sums)
@@ -339,9 +337,7 @@ class _Evaluation:
                         returned, added = self._run_call(equation, given, plan.calls[index], sums)
                 sums |= added
             else:
-                names = read_by([equation])
-                alone = program_of([equation], names, equation.outvars)
-                returned = core.jaxpr_as_fun(alone)(*(values[x] for x in names))
+                returned = [*run_equation(equation, given)]
             values |= zip(equation.outvars, returned, strict=True)
         # 2. Add the values that no scan adds.
         for x, way in plan.wholes:
@@ -361,7 +357,7 @@ class _Evaluation:
         run: Any = lambda operands, sums: self.run(inner, operands, plan, sums)  # noqa: E731
         # All calls of this jaxpr by this plan share one function.
         if is_plain_jit(equation):
-            run.__name__ = name_of_jit(equation)
+            run.__name__ = equation.params["name"]
             run = self._functions.setdefault(id(plan), jax.jit(run))
         elif prevents_cse(equation):  # as JAX does itself, or XLA would undo it
             operands = _behind_barriers(operands)
