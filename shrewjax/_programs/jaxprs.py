@@ -122,10 +122,8 @@ def with_arrays_as_arguments(closed: Jaxpr) -> tuple[Jaxpr, list[jax.Array]]:
 
 def has_convolutions(jaxpr: Jaxpr) -> bool:
     """Returns whether a program has a convolution outside of loops."""
-    equations = opened(jaxpr).eqns
-    inner = [y for x in equations if x.primitive.name not in _JAXPR_OF_LOOP for y in jaxprs_in(x)]
-    is_one = any(x.primitive.name == "conv_general_dilated" for x in equations)
-    return is_one or any(map(has_convolutions, inner))
+    outside = equations_in(jaxpr, outside_loops=True)
+    return any(x.primitive.name == "conv_general_dilated" for x in outside)
 
 
 def has_collective(jaxpr: Jaxpr) -> bool:
@@ -293,8 +291,7 @@ def linear_solve_of(equation: Equation) -> LinearSolve | None:
 
 
 def is_checkpoint(equation: Equation) -> bool:
-    is_named = equation.primitive.name == _CHECKPOINT
-    return is_named and jaxpr_of_call(equation) is not None
+    return equation.primitive.name == _CHECKPOINT and jaxpr_of_call(equation) is not None
 
 
 def options_of_checkpoint(equation: Equation) -> dict[str, Any]:
@@ -312,10 +309,10 @@ def jaxpr_of_jit(equation: Equation) -> Jaxpr | None:
     if equation.primitive.name in _JITS:
         return equation.params.get(_JITS[equation.primitive.name])
     expand = getattr(equation.params.get("_prim"), "expand", None)
-    has_derivative = any(jnp.issubdtype(x.aval.dtype, jnp.inexact) for x in equation.outvars)
-    if expand is None or has_derivative:
-        return None
-    return jax.make_jaxpr(lambda *x: jax.tree.leaves(expand(*x)))(*_types(equation.invars))
+    if expand is None or any(jnp.issubdtype(x.aval.dtype, jnp.inexact) for x in equation.outvars):
+        return None  # it may have a derivative of its own
+    run = jax.make_jaxpr(lambda *x: jax.tree.leaves(expand(*x)))
+    return run(*_types(equation.invars))
 
 
 def _types(atoms: Sequence[Atom]) -> list[Any]:
@@ -336,11 +333,11 @@ def other_effects(jaxpr: Jaxpr) -> list[str]:
 def one_by_one(equations: Sequence[Equation]) -> Iterator[Equation]:
     """Yields equations, and a collective of several operands as one of each."""
     for equation in equations:
-        if equation.primitive.name not in _REDUCTIONS_OVER_DEVICES or len(equation.invars) < 2:
+        if equation.primitive.name in _REDUCTIONS_OVER_DEVICES:
+            for x, y in zip(equation.invars, equation.outvars, strict=True):
+                yield equation.replace(invars=[x], outvars=[y])
+        else:
             yield equation
-            continue
-        for x, y in zip(equation.invars, equation.outvars, strict=True):
-            yield equation.replace(invars=[x], outvars=[y])
 
 
 def is_plain_jit(equation: Equation) -> bool:
@@ -436,10 +433,9 @@ def carry_of(equation: Equation) -> slice | None:
 
     A `while` loop has a carry and no stacks.
     """
-    if equation.primitive.name == "while":
-        body = opened(equation.params.get(_JAXPR_OF_LOOP["while"]))
-        return None if body is None else slice(len(body.invars) - len(body.outvars), None)
-    scan = scan_of(equation)
+    loop, scan = while_of(equation), scan_of(equation)
+    if loop is not None:
+        return slice(loop.of_body, None)
     return None if scan is None else slice(scan.constants, scan.constants + scan.carries)
 
 
@@ -495,12 +491,13 @@ def function_of(jaxpr: Jaxpr) -> Callable[..., Sequence[Leaf]]:
     return core.jaxpr_as_fun(jaxpr)
 
 
-def equations_in(jaxpr: Jaxpr) -> Iterator[Equation]:
+def equations_in(jaxpr: Jaxpr, *, outside_loops: bool = False) -> Iterator[Equation]:
     """Yields the equations of a jaxpr, and of those inside it."""
     for equation in opened(jaxpr).eqns:
         yield equation
-        for inner in jaxprs_in(equation):
-            yield from equations_in(inner)
+        if not (outside_loops and equation.primitive.name in LOOPS):
+            for inner in jaxprs_in(equation):
+                yield from equations_in(inner, outside_loops=outside_loops)
 
 
 class Frame(NamedTuple):

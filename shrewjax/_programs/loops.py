@@ -110,8 +110,8 @@ class Traced:
         elif LOSES_SCATTERS:
             self._closed = hide_scatters(closed)
         # 3. Put the types of the results, and their numbers, into the results' structure.
-        self.result_types: PyTree = jax.tree.unflatten(self._structure, closed.out_avals)
-        self.numbers: PyTree = jax.tree.unflatten(self._structure, range(len(closed.out_avals)))
+        self.result_types = jax.tree.unflatten(self._structure, closed.out_avals)
+        self.numbers = jax.tree.unflatten(self._structure, range(len(closed.out_avals)))
 
     def __call__(self, *arguments: PyTree) -> PyTree:
         # Without jit, users look at numbers in the function, which a jaxpr does not run.
@@ -177,9 +177,8 @@ class _Plan(NamedTuple):
     """How to evaluate a jaxpr. All results that lead to a sum are added to it."""
 
     added: set[ResultAt]
-    # Which results of a scan are added, slice by slice.
-    scans: dict[Index, dict[ResultAt, _Way]]
-    calls: dict[Index, _Inside]
+    # Which results of a scan are added, slice by slice; or a call.
+    adding: dict[Index, dict[ResultAt, _Way] | _Inside]
     wholes: list[tuple[Atom, _Way]]  # values that are added as they are
     skipped: set[Index]  # equations on the ways
 
@@ -199,11 +198,11 @@ class _Plans:
         key = id(jaxpr), str(wanted)
         if key not in self._known:
             plan = self._made(opened(jaxpr), wanted)
-            self._known[key] = plan if plan.scans or plan.calls else None
+            self._known[key] = plan if plan.adding else None
         return self._known[key]
 
     def _made(self, jaxpr: Jaxpr, wanted: Mapping[ResultAt, _Way]) -> _Plan:
-        plan = _Plan({*wanted}, {}, {}, [], set())
+        plan = _Plan({*wanted}, {}, [], set())
         ways: dict[Atom, _Way] = {}  # of the values that were reached so far
         read = [*(x for y in jaxpr.eqns for x in y.invars), *jaxpr.outvars]
         reads = Counter(filter(is_variable, read))
@@ -233,9 +232,9 @@ class _Plans:
                 added = {at: way for at, way in here.items() if _is_stack(equation, at, way)}
                 call = self._call(equation, here)
                 if added:
-                    plan.scans[index] = added
+                    plan.adding[index] = added
                 elif call is not None:
-                    plan.calls[index], added = call, here
+                    plan.adding[index], added = call, here
                 plan.wholes.extend(
                     (equation.outvars[at], here[at]) for at in here if at not in added
                 )
@@ -289,8 +288,10 @@ def _moved(part: jax.Array, way: _Way, length: int) -> tuple[jax.Array, int] | N
             shape = [*move.type.shape]
             shape[new_axis] //= length
             part, axis = part.reshape(shape), new_axis
+        elif move.name == ROUNDING:
+            part = move.run(part)
         else:
-            part = move.run(part) if move.name == ROUNDING else part.astype(move.type.dtype)
+            part = part.astype(move.type.dtype)
     return part, axis
 
 
@@ -329,12 +330,11 @@ class _Evaluation:
             if index in plan.skipped:
                 continue
             given = [*map(value, equation.invars)]
-            if index in plan.scans or index in plan.calls:
+            own = plan.adding.get(index)
+            if own is not None:
+                run: Any = self._run_call if isinstance(own, _Inside) else self._run_scan
                 with context_of(equation), _names_of(equation):
-                    if index in plan.scans:
-                        returned, added = self._run_scan(equation, given, plan.scans[index], sums)
-                    else:
-                        returned, added = self._run_call(equation, given, plan.calls[index], sums)
+                    returned, added = run(equation, given, own, sums)
                 sums |= added
             else:
                 returned = [*run_equation(equation, given)]
