@@ -188,23 +188,24 @@ def accum_steps(value: Argument) -> int | jax.Array | Callable[[jax.Array], Numb
 def steps_of_schedule(accum_steps: Function, windows: jax.Array) -> Scalar:
     """Returns the window length that a function returns: a real scalar that is >= 1 if its value is known."""
     what = "the number of closed windows"
-    require_call("accum_steps", accum_steps, what, "Let it take one argument", windows)
+    remedy = "Let it take one argument"
+    _require_call("accum_steps", accum_steps, what, remedy, (windows,), {})
     return real(_LENGTH, accum_steps(windows), at_least=1)
 
 
 def require_arguments_of_fun(
-    name: str, function: Function | None, args: Sequence[PyTree], kwargs: dict[str, PyTree]
+    name: str, function: Function | None, args: PyTree, kwargs: PyTree
 ) -> None:
     """Raises unless a function takes these arguments, which are those of `fun`."""
     if function is not None:
         others = f" and {', '.join(sorted(kwargs))}" if kwargs else ""
         what = f"the {len(args)} arguments of fun{others}"
         remedy = f"Give {name} the same arguments as fun"
-        require_call(name, function, what, remedy, *args, **kwargs)
+        _require_call(name, function, what, remedy, args, kwargs)
 
 
-def require_call(
-    name: str, function: Function, what: str, remedy: str, /, *args: PyTree, **kwargs: PyTree
+def _require_call(
+    name: str, function: Function, what: str, remedy: str, args: PyTree, kwargs: PyTree
 ) -> None:
     """Raises unless a function takes these arguments, which are `what` in the message."""
     try:
@@ -326,7 +327,8 @@ def axis_names_of_leaf(given: Shardings, path: KeyPath, leaf: Leaf) -> AxisNames
 def _of_leaf(name: str, wanted: str, function: Function, path: KeyPath, leaf: Leaf) -> Argument:
     """Returns what a user's function returns for a leaf. Raises if that is a function."""
     given = short_leaf_name(path), leaf
-    require_call(name, function, "a leaf's name and the leaf", "Let it take both", *given)
+    what, remedy = "a leaf's name and the leaf", "Let it take both"
+    _require_call(name, function, what, remedy, given, {})
     chosen = function(*given)
     if callable(chosen):
         raise ValueError(

@@ -9,6 +9,7 @@ partitions an array. Along *Explicit* axes the array's type says it, and JAX ref
 
 import contextlib
 import math
+import re
 from typing import Any
 
 import jax
@@ -77,7 +78,7 @@ def on_each_device(
         where, remedy = "With sum_over", ". Or leave out sum_over"
         if returns_parts is True:
             where, remedy = "In per_device", ""
-        if any(text in str(error) for text in _CLOSED_OVER):
+        if re.search(_CLOSED_OVER, str(error)):
             raise ValueError(
                 f"{where}, fun must not close over arrays on the mesh. Pass them as arguments. Place arrays by a jax.P "
                 f"without {names}"
@@ -93,7 +94,7 @@ def on_each_device(
 
 # JAX's words for an array from outside that a function in `shard_map` uses, on an Explicit mesh of several axes and of
 # one, and on any mesh in `table[y]`.
-_CLOSED_OVER = "should match the aval mesh", "Closing over inputs to shard_map", "index_to_gather"
+_CLOSED_OVER = "should match the aval mesh|Closing over inputs to shard_map|index_to_gather"
 
 
 def _partitioned(x: Leaf, over: AxisNames, first: AxisNames = ()) -> Leaf:

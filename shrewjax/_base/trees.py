@@ -155,10 +155,8 @@ def is_typed_key(leaf: Leaf) -> bool:
 
 def _as_array(path: KeyPath, leaf: Leaf, what: str) -> Leaf:
     if hasattr(leaf, "dtype") and hasattr(leaf, "shape"):
-        is_foreign = isinstance(leaf, np.ndarray | np.generic) and jnp.issubdtype(
-            leaf.dtype, jnp.inexact
-        )
-        return jnp.asarray(leaf) if is_foreign else leaf
+        is_numpy = isinstance(leaf, np.ndarray | np.generic)
+        return jnp.asarray(leaf) if is_numpy and is_gradient(leaf) else leaf
     if isinstance(leaf, bool | int | float | complex):
         return jnp.asarray(leaf)
     raise ValueError(
@@ -194,13 +192,13 @@ def check_unchanged(new: PyTree, old: PyTree, what: str) -> None:
     """Raises, while tracing, if structure, shapes or dtypes differ. Adds no operation to the program."""
     require_structure(new, old, f"{what}: the structure must stay")
 
+    def type_of(x: Leaf) -> str:
+        return f"{getattr(x, 'dtype', type(x).__name__)} of shape {np.shape(x)}"
+
     def check(path: KeyPath, new: Leaf, old: Leaf) -> None:
-        given, kept = (
-            f"{getattr(x, 'dtype', type(x).__name__)} of shape {np.shape(x)}" for x in (new, old)
-        )
-        if given != kept:
+        if type_of(new) != type_of(old):
             raise AssertionError(
-                f"{what}: leaf {leaf_name(path)} must stay {kept}, got {given}. Cast it"
+                f"{what}: leaf {leaf_name(path)} must stay {type_of(old)}, got {type_of(new)}. Cast it"
             )
 
     jax.tree.map_with_path(check, new, old)

@@ -115,14 +115,15 @@ def line_of(step: Step, fun: Function) -> str:
     file_of_function = getattr(getattr(fun, "__code__", None), "co_filename", "")
 
     def is_users(frame: Frame) -> bool:
-        is_installed = frame.filename.startswith(_INSTALLED) and frame.filename != file_of_function
-        return not is_installed and not frame.filename.startswith(_OURS)
+        file = frame.file_name
+        is_installed = file.startswith(_INSTALLED) and file != file_of_function
+        return not is_installed and not file.startswith(_OURS)
 
     # JAX cuts a traceback at a jit, so those of the calls around it count, too.
     for equation in (step.equation, *step.calls[::-1]):
         frame = next(filter(is_users, jaxprs.frames_of(equation)), None)
         if frame is not None:
-            return frame.shown()
+            return jaxprs.shown_line(frame)
     return step.equation.primitive.name
 
 
@@ -149,7 +150,7 @@ def described(plan: Plan, fun: Function, sizes: str, passes: str) -> str:
             "rows" if program.slice(x) else "a sum" if program.is_divided(x) else "the same for all"
         )
         what = "data" if not program.fact(x).is_free else what
-        return f"{jaxprs.short_type(x)}, {what}: {line_of(program.made_by[x], fun)}"
+        return f"{x.aval.str_short(short_dtypes=True)}, {what}: {line_of(program.made_by[x], fun)}"
 
     def part(name: str, text: str, lines: Iterable[str] = ()) -> str:
         return "\n".join([f"{name:8}{text}", *(f"{'':8}{x}" for x in dict.fromkeys(lines))])

@@ -36,22 +36,20 @@ Equation: TypeAlias = Any  # jax.extend.core.JaxprEqn
 Operation: TypeAlias = Any
 Atom: TypeAlias = Any  # jax.extend.core.Var or Literal, an operand or a result
 
+Frame: TypeAlias = Any  # one of a traceback, with a file_name and a line_num
+
 _core: Any = core
 
 _JAXPR_OF_LOOP = {"scan": "jaxpr", "while": "body_jaxpr"}
 LOOPS = {*_JAXPR_OF_LOOP}
 _CHECKPOINT = "remat2"
 # Calls run one jaxpr with all of their operands, and return its results.
-_JAXPR_OF_CALL = {
-    "jit": "jaxpr",
-    _CHECKPOINT: "jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-}
+_BRINGS_DERIVATIVE = "custom_jvp_call", "custom_vjp_call"
+_JAXPR_OF_CALL = dict.fromkeys(("jit", _CHECKPOINT), "jaxpr")
+_JAXPR_OF_CALL |= dict.fromkeys(_BRINGS_DERIVATIVE, "call_jaxpr")
 # What runs in the place of a call that only names, or maps, it.
 _JITS = {"jit": "jaxpr", "closed_call": "call_jaxpr", "custom_vmap_call": "call"}
 _PRINTS = "DebugEffect"
-_BRINGS_DERIVATIVE = "custom_jvp_call", "custom_vjp_call"
 _REDUCTIONS_OVER_DEVICES = {"psum", "psum2", "psum_invariant", "pmax", "pmin"}
 _TRANSPOSE, _RESHAPE = "transpose", "reshape"
 SCATTER_ADDS = {"scatter-add", "scatter-sub"}
@@ -73,11 +71,6 @@ def is_jit_disabled() -> bool:
 def shape_of(aval: Leaf) -> tuple[int, ...]:
     """Returns the shape of a type. A token has none, and counts as a scalar."""
     return getattr(aval, "shape", ())
-
-
-def short_type(atom: Atom) -> str:
-    """Returns dtype and shape, such as f32[8,3]."""
-    return atom.aval.str_short(short_dtypes=True)
 
 
 def is_variable(atom: Atom) -> bool:
@@ -111,13 +104,13 @@ def with_arrays_as_arguments(closed: Jaxpr) -> tuple[Jaxpr, list[jax.Array]]:
 
     It has no equations that nothing reads, and its loops no such operands, on which results would seem to depend.
     """
-    jaxpr, _ = pe.dce_jaxpr(opened(closed), [True] * len(closed.out_avals), instantiate=True)
-    pairs = [*zip(jaxpr.constvars, constants_of(closed), strict=True)]
-    arrays = [(x, y) for x, y in pairs if isinstance(y, jax.Array)]
-    others = [(x, y) for x, y in pairs if not isinstance(y, jax.Array)]
-    names = [*(x for x, _ in arrays), *jaxpr.invars]
-    moved = jaxpr.replace(constvars=[x for x, _ in others], invars=names)
-    return closed_jaxpr(moved, [y for _, y in others]), [y for _, y in arrays]
+    are_read = [True] * len(closed.out_avals)
+    jaxpr, _ = pe.dce_jaxpr(opened(closed), are_read, instantiate=True)
+    constants = dict(zip(jaxpr.constvars, constants_of(closed), strict=True))
+    arrays = {x: value for x, value in constants.items() if isinstance(value, jax.Array)}
+    others = {x: value for x, value in constants.items() if x not in arrays}
+    moved = jaxpr.replace(constvars=[*others], invars=[*arrays, *jaxpr.invars])
+    return closed_jaxpr(moved, [*others.values()]), [*arrays.values()]
 
 
 def has_convolutions(jaxpr: Jaxpr) -> bool:
@@ -198,7 +191,7 @@ def branches_of(equation: Equation) -> Sequence[Jaxpr]:
     return equation.params.get("branches", ())
 
 
-def _params(equation: Operation, operation: str, names: Sequence[str]) -> list[Any] | None:
+def _params(equation: Equation, operation: str, names: Sequence[str]) -> Any:
     """Returns these parameters of an operation; None if the equation is another one, or has other names for them."""
     if equation.primitive.name != operation or not {*names} <= {*equation.params}:
         return None
@@ -342,7 +335,8 @@ def one_by_one(equations: Sequence[Equation]) -> Iterator[Equation]:
 
 def is_plain_jit(equation: Equation) -> bool:
     """Returns whether an equation is a `jit` without shardings, of which others could be made."""
-    params = _params(equation, "jit", ("in_shardings", "out_shardings", "jaxpr", "name"))
+    names = "in_shardings", "out_shardings", "jaxpr", "name"
+    params = _params(equation, "jit", names)
     if params is None:
         return False
     return all(type(x).__name__ == "UnspecifiedValue" for x in (*params[0], *params[1]))
@@ -409,7 +403,8 @@ def scan_of(equation: Equation) -> Scan | None:
     JAX 0.11 gave other names to the numbers of constants and carries. So they are read from the shapes: a stack has
     one dimension more than its slice in the body.
     """
-    params = _params(equation, "scan", (_JAXPR_OF_LOOP["scan"], "length", "reverse", "unroll"))
+    names = _JAXPR_OF_LOOP["scan"], "length", "reverse", "unroll"
+    params = _params(equation, "scan", names)
     if params is None:
         return None
     body, length, reverse, unroll = params
@@ -500,19 +495,13 @@ def equations_in(jaxpr: Jaxpr, *, outside_loops: bool = False) -> Iterator[Equat
                 yield from equations_in(inner, outside_loops=outside_loops)
 
 
-class Frame(NamedTuple):
-    """A line of a program."""
-
-    filename: str
-    line: int
-
-    def shown(self) -> str:
-        """Returns file, line and the text of the line."""
-        text = linecache.getline(self.filename, self.line).strip()
-        return f"{os.path.basename(self.filename)}:{self.line}: {text}"
-
-
-def frames_of(equation: Equation) -> list[Frame]:
-    """Returns the lines that made an equation, the innermost first, or none if JAX does not tell."""
+def frames_of(equation: Equation) -> Sequence[Frame]:
+    """Returns the frames that made an equation, the innermost first, or none if JAX does not tell."""
     made_at: Any = getattr(getattr(equation, "source_info", None), "traceback", None)
-    return [Frame(x.file_name, x.line_num) for x in getattr(made_at, "frames", ())]
+    return getattr(made_at, "frames", ())
+
+
+def shown_line(frame: Frame) -> str:
+    """Returns file, line and the text of the line."""
+    text = linecache.getline(frame.file_name, frame.line_num).strip()
+    return f"{os.path.basename(frame.file_name)}:{frame.line_num}: {text}"

@@ -151,10 +151,6 @@ class _Move(NamedTuple):
     params: Mapping[str, Any]
     type: Any  # of its result
 
-    @property
-    def name(self) -> str:
-        return self.primitive.name
-
     def run(self, x: jax.Array) -> jax.Array:
         return self.primitive.bind(x, **self.params)
 
@@ -263,8 +259,8 @@ def _is_stack(equation: Equation, at: ResultAt, way: _Way) -> bool:
     if scan is None or scan.body.effects or 2 * scan.options["unroll"] > scan.length:
         return False
     # The constraint is put on the whole sum, so no reshape or transpose may follow it.
-    placed = dropwhile(lambda move: move.name != CONSTRAINT, way.moves)
-    if at < scan.carries or any(move.name in REORDERS for move in placed):
+    placed = dropwhile(lambda move: move.primitive.name != CONSTRAINT, way.moves)
+    if at < scan.carries or any(move.primitive.name in REORDERS for move in placed):
         return False
     stack = equation.outvars[at].aval
     part = jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype)
@@ -281,14 +277,14 @@ def _moved(part: jax.Array, way: _Way, length: int) -> tuple[jax.Array, int] | N
         permutation = permutation_of(move)
         if permutation is not None:
             part, axis = lax.transpose(part, permutation), permutation.index(axis)
-        elif move.name in REORDERS:
+        elif move.primitive.name in REORDERS:
             new_axis = _axis_after(move, part, axis, length)
             if new_axis is None:
                 return None
             shape = [*move.type.shape]
             shape[new_axis] //= length
             part, axis = part.reshape(shape), new_axis
-        elif move.name == ROUNDING:
+        elif move.primitive.name == ROUNDING:
             part = move.run(part)
         else:
             part = part.astype(move.type.dtype)
@@ -410,7 +406,7 @@ class _Evaluation:
 def _constrained(total: jax.Array, way: _Way) -> jax.Array:
     """Returns a sum with the sharding that the function wants for its result."""
     for move in way.moves:
-        if move.name == CONSTRAINT and total.ndim == move.type.ndim:
+        if move.primitive.name == CONSTRAINT and total.ndim == move.type.ndim:
             total = move.run(total)
     return total
 

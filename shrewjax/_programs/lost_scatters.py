@@ -44,8 +44,7 @@ def warn_of_lost_scatters(grads: PyTree) -> None:
     loses them. A program that runs on one of these GPUs makes it warn, too. In `shard_map` nothing is lost, unless XLA
     partitions the program over other axes.
     """
-    if _may_lose():
-        warn_if_lost(_equations_before(jax.tree.leaves(grads)))
+    warn_if_lost(_equations_before(jax.tree.leaves(grads)))
 
 
 def warn_if_lost(equations: Iterable[Equation]) -> None:
