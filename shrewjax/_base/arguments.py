@@ -19,7 +19,6 @@ from shrewjax._base.trees import array_leaf, is_gradient, leaf_name, short_leaf_
 from shrewjax._base.types import (
     Argument,
     Axes,
-    AxisNames,
     DType,
     Flag,
     Function,
@@ -279,9 +278,8 @@ def axis_names(name: str, value: Argument, remedy: str = "") -> Axes:
         return None
     names = tuple(value) if isinstance(value, tuple | list) else (value,)
     no_axis: Any = jax.P | tuple | Callable | None
-    if any(isinstance(x, no_axis) or not isinstance(x, Hashable) for x in names) or len(
-        {*names}
-    ) < len(names):
+    are_axes = all(isinstance(x, Hashable) and not isinstance(x, no_axis) for x in names)
+    if not are_axes or len({*names}) < len(names):
         raise _wrong(name, "a mapped axis, or a tuple of different ones", value, remedy)
     return names
 
@@ -290,7 +288,8 @@ def sharded_over(value: Argument) -> Shardings:
     """Returns mapped axes as a tuple, a PartitionSpec for all leaves, or a function. None if types give them."""
     if isinstance(value, jax.P) or callable(value):
         return value
-    return axis_names("sharded_over", value, ". If leaves differ, pass a function of name and leaf")
+    remedy = ". If leaves differ, pass a function of name and leaf"
+    return axis_names("sharded_over", value, remedy)
 
 
 def axes_by_leaf(given: Shardings, grads: PyTree) -> Axes | tuple[Axes, ...]:
@@ -309,10 +308,10 @@ def axes_by_leaf(given: Shardings, grads: PyTree) -> Axes | tuple[Axes, ...]:
         return tuple(a for a in names if is_bound(a) and a not in row_axes())
 
     leaves = jax.tree.leaves_with_path(grads)
-    return tuple(axes(path, x) for path, x in leaves if is_gradient(array_leaf(path, x)))
+    return tuple(axes(*x) for x in leaves if is_gradient(array_leaf(*x)))
 
 
-def axis_names_of_leaf(given: Shardings, path: KeyPath, leaf: Leaf) -> AxisNames | jax.P | None:
+def axis_names_of_leaf(given: Shardings, path: KeyPath, leaf: Leaf) -> Axes | jax.P:
     """Returns the mapped axes, or the PartitionSpec, of one leaf; None if the leaf's type has to tell.
 
     Raises if the user's function returns a function.

@@ -212,11 +212,10 @@ def require_structure(given: PyTree, expected: PyTree, requirement: str, remedy:
     came, wanted = ({path for path, _ in jax.tree.leaves_with_path(x)} for x in (given, expected))
     wrong = [f"{leaf_name(path)} is missing" for path in wanted - came]
     wrong += [f"{leaf_name(path)} is unexpected" for path in came - wanted]
-    if wrong:
-        found = ", ".join(sorted(wrong)[:4]) + (
-            f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
-        )
-    else:
-        expected, given = (shortened(str(x), 150) for x in reversed(structures))
+    found = ", ".join(sorted(wrong)[:4])
+    if len(wrong) > 4:
+        found += f" and {len(wrong) - 4} more"
+    if not wrong:
+        given, expected = (shortened(str(x), 150) for x in structures)
         found = f"expected {expected}, got {given}"
     raise AssertionError(f"{requirement}, but {found}{remedy}")

@@ -144,7 +144,8 @@ def inside_shard_map(equation: Equation, context: Any, axes: AxisNames) -> Equat
     for name in _SHARDINGS:
         spec = getattr(params.get(name), "spec", None)
         if spec is not None:
-            kept = [tuple(a for a in x if a not in axes) or None for x in axes_by_dimension(spec)]
+            names = axes_by_dimension(spec)
+            kept = [tuple(a for a in x if a not in axes) or None for x in names]
             params[name] = jax.NamedSharding(mesh, jax.P(*kept))
     return equation.replace(params=params, ctx=context)
 

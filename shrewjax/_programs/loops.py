@@ -13,12 +13,11 @@ reorder or convert the elements of one::
     result <- add_any <- scan, scan               both scans add
     result <- add_any <- scan, anything else      the scan adds, and the other value is added as a whole
     result <- jit or checkpoint <- scan           as above, inside
-    result <- anything else                       the result is added as a whole
+    result <- anything else                       the caller adds it
 
-A value that anything else reads is added as a whole, too. If no scan adds, the caller adds all results. Otherwise
-`_Evaluation` runs the equations. Those that add nothing run as they are, so that their names in a profile stay. A scan
-that adds is a new `lax.scan` around the old body, and a `jit` around one is a new `jit`, the same for all calls that
-add in the same way.
+A value that anything else reads is added as a whole. `_Evaluation` then runs the equations. Those that add nothing run
+as they are, so that their names in a profile stay. A scan that adds is a new `lax.scan` around the old body, and a
+`jit` around one is a new `jit`, the same for all calls that add in the same way.
 
 JAX has its own way: `jax.vjp(loss, params)[1].with_refs(refs)` adds gradients into refs inside the backward scan. It
 does not replace this pass, because it holds more, and is wrong in versions that we allow. These are temporaries of a
@@ -129,7 +128,7 @@ class Traced:
         return has_convolutions(self._closed)
 
     def added_to(self, sums: Sums, add: Add, *arguments: PyTree) -> tuple[PyTree, Sums]:
-        """Returns the results and the new sums. If a scan adds to a sum, all results that have one are added, and None.
+        """Returns the results and the new sums. A result that scans have added to its sum is None.
 
         The key of a sum is the number of its result among all leaves. A sum may begin with more dimensions, of size 1.
         """
@@ -137,7 +136,7 @@ class Traced:
             return self(*arguments), sums
         with naming_the_switch():
             plan = _Plans().of(self._closed, {at: _Way(at, ()) for at in sums})
-            if plan is not None:
+            if plan.added:
                 operands = jax.tree.leaves(arguments)
                 results, sums = _Evaluation(add).run(self._closed, operands, plan, sums)
                 return jax.tree.unflatten(self._structure, results), sums
@@ -162,6 +161,10 @@ class _Way(NamedTuple):
     moves: tuple[_Move, ...]
 
 
+_Ways: TypeAlias = Mapping[ResultAt, _Way]
+"""The ways of an equation's results, or of a jaxpr's."""
+
+
 class _Inside(NamedTuple):
     """A call whose inner scans add. Inside, the sums that its results lead to are numbered from 0 on."""
 
@@ -170,13 +173,13 @@ class _Inside(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """How to evaluate a jaxpr. All results that lead to a sum are added to it."""
+    """How to evaluate a jaxpr."""
 
-    added: set[ResultAt]
-    # Which results of a scan are added, slice by slice; or a call.
-    adding: dict[Index, dict[ResultAt, _Way] | _Inside]
+    added: set[SumNumber]  # the sums to which scans add
+    # The equations that add: the results of a scan that are added slice by slice, or a call.
+    adding: dict[Index, _Ways | _Inside]
     wholes: list[tuple[Atom, _Way]]  # values that are added as they are
-    skipped: set[Index]  # equations on the ways
+    skipped: set[Index]  # equations that only lead to these sums
 
 
 # The equations that a way may go through: `add_any`, and those of one operand.
@@ -187,18 +190,19 @@ class _Plans:
     """The plans of a function and of those that it calls. Calls of one jaxpr on the same ways have one plan."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, str], _Plan | None] = {}
+        self._known: dict[tuple[int, str], _Plan] = {}
 
-    def of(self, jaxpr: Jaxpr, wanted: Mapping[ResultAt, _Way]) -> _Plan | None:
-        """Returns the plan of a jaxpr whose results in `wanted` go these ways; None if no scan adds any of them."""
+    def of(self, jaxpr: Jaxpr, wanted: _Ways) -> _Plan:
+        """Returns the plan of a jaxpr whose results in `wanted` go these ways. Its caller adds what no scan adds."""
         key = id(jaxpr), str(wanted)
         if key not in self._known:
-            plan = self._made(opened(jaxpr), wanted)
-            self._known[key] = plan if plan.adding else None
+            added = self._made(opened(jaxpr), wanted).added
+            wanted = {at: way for at, way in wanted.items() if way.sum in added}
+            self._known[key] = self._made(opened(jaxpr), wanted)
         return self._known[key]
 
-    def _made(self, jaxpr: Jaxpr, wanted: Mapping[ResultAt, _Way]) -> _Plan:
-        plan = _Plan({*wanted}, {}, [], set())
+    def _made(self, jaxpr: Jaxpr, wanted: _Ways) -> _Plan:
+        plan = _Plan(set(), {}, [], set())
         ways: dict[Atom, _Way] = {}  # of the values that were reached so far
         read = [*(x for y in jaxpr.eqns for x in y.invars), *jaxpr.outvars]
         reads = Counter(filter(is_variable, read))
@@ -213,32 +217,39 @@ class _Plans:
         for at, way in wanted.items():
             follow(jaxpr.outvars[at], way)
         for index, equation in reversed([*enumerate(jaxpr.eqns)]):
-            here = {at: ways.pop(x) for at, x in enumerate(equation.outvars) if x in ways}
+            made, primitive = enumerate(equation.outvars), equation.primitive
+            here = {at: ways.pop(x) for at, x in made if x in ways}
             # 2. An equation on the way: go on from its operands.
-            if here and equation.primitive.name in _PASSED:
+            if here and primitive.name in _PASSED:
                 plan.skipped.add(index)
                 way = here[0]
-                if equation.primitive.name != ADD_ANY:
-                    move = _Move(equation.primitive, equation.params, equation.outvars[0].aval)
+                if primitive.name != ADD_ANY:
+                    move = _Move(primitive, equation.params, equation.outvars[0].aval)
                     way = way._replace(moves=(move, *way.moves))
                 for x in equation.invars:
                     follow(x, way)
-            # 3. The end of the way: a scan or a call adds what it can, and other values are added as a whole.
+            # 3. The end of the way.
             elif here:
-                added = {at: way for at, way in here.items() if _is_stack(equation, at, way)}
-                call = self._call(equation, here)
-                if added:
-                    plan.adding[index] = added
-                elif call is not None:
-                    plan.adding[index], added = call, here
-                plan.wholes.extend(
-                    (equation.outvars[at], here[at]) for at in here if at not in added
-                )
+                self._end(plan, index, equation, here)
         # 4. Add the jaxpr's own arguments as a whole.
         plan.wholes.extend(ways.items())
         return plan
 
-    def _call(self, equation: Equation, here: Mapping[ResultAt, _Way]) -> _Inside | None:
+    def _end(self, plan: _Plan, index: Index, equation: Equation, here: _Ways) -> None:
+        """Plans how results at the end of their ways are added: by a scan or a call if it can, otherwise as a whole."""
+        added = {at: way for at, way in here.items() if _is_stack(equation, at, way)}
+        call = self._call(equation, here)
+        if added:
+            plan.adding[index] = added
+        elif call is not None:
+            plan.adding[index] = call
+            sums = {call.numbers_outside[i] for i in call.plan.added}
+            added = {at: way for at, way in here.items() if way.sum in sums}
+        plan.added.update(way.sum for way in added.values())
+        left = here.keys() - added.keys()
+        plan.wholes.extend((equation.outvars[at], here[at]) for at in sorted(left))
+
+    def _call(self, equation: Equation, here: _Ways) -> _Inside | None:
         """Returns how the scans inside a call add its results, or None if they do not, or it is no call."""
         if not (is_checkpoint(equation) or is_plain_jit(equation)):
             return None
@@ -246,7 +257,7 @@ class _Plans:
         outside = [*dict.fromkeys(way.sum for way in here.values())]
         wanted = {at: way._replace(sum=outside.index(way.sum)) for at, way in here.items()}
         plan = self.of(jaxpr_of_call(equation), wanted)
-        return None if plan is None else _Inside(plan, outside)
+        return _Inside(plan, outside) if plan.added else None
 
 
 def _is_stack(equation: Equation, at: ResultAt, way: _Way) -> bool:
@@ -319,7 +330,7 @@ class _Evaluation:
         values |= zip(jaxpr.invars, operands, strict=True)
 
         def value(x: Atom) -> Leaf:
-            return values[x] if is_variable(x) else jnp.asarray(x.val, x.aval.dtype)
+            return values.get(x) if is_variable(x) else jnp.asarray(x.val, x.aval.dtype)
 
         # 1. Run the equations that are on no way.
         for index, equation in enumerate(jaxpr.eqns):
@@ -341,8 +352,7 @@ class _Evaluation:
             for move in way.moves:
                 whole = move.run(whole)
             sums[way.sum] = self._add(sums[way.sum], whole)
-        results = enumerate(jaxpr.outvars)
-        return [None if at in plan.added else value(x) for at, x in results], sums
+        return [*map(value, jaxpr.outvars)], sums
 
     def _run_call(
         self, equation: Equation, operands: Sequence[Leaf], call: _Inside, sums: Sums
@@ -358,11 +368,12 @@ class _Evaluation:
         elif prevents_cse(equation):  # as JAX does itself, or XLA would undo it
             operands = _behind_barriers(operands)
         # 2. Run it on its sums, which have other numbers inside.
-        returned, own = run(operands, {i: sums[number] for i, number in enumerate(outside)})
-        return returned, {number: own[i] for i, number in enumerate(outside)}
+        own = {inside: sums[outside[inside]] for inside in plan.added}
+        returned, own = run(operands, own)
+        return returned, {outside[inside]: total for inside, total in own.items()}
 
     def _run_scan(
-        self, equation: Equation, operands: Sequence[Leaf], stacks: dict[ResultAt, _Way], sums: Sums
+        self, equation: Equation, operands: Sequence[Leaf], stacks: _Ways, sums: Sums
     ) -> tuple[list[Leaf], Sums]:
         """Runs the scan with the sums beside its own carry. The stacks that it adds are not made."""
         scan = scan_of(equation)
@@ -376,7 +387,8 @@ class _Evaluation:
             (carry, sums), (i, slices) = state, given
             returned, sums = body(*constants, *carry, *slices), dict(sums)
             for at, way in stacks.items():
-                sums[way.sum] = self._with_slice(sums[way.sum], returned[at], way, i, length)
+                total = sums[way.sum]
+                sums[way.sum] = self._with_slice(total, returned[at], way, i, length)
                 returned[at] = None
             return (returned[: scan.carries], sums), returned[scan.carries :]
 

@@ -11,6 +11,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
+from typing import Any, TypeAlias
 
 import jax
 
@@ -79,6 +80,9 @@ def _equations_before(tracers: list[Leaf]) -> Iterator[Equation]:
             tracers.extend(equation.in_tracers)
 
 
+Summands: TypeAlias = list[set[Atom]]
+"""The summands of each result of a jaxpr, as far as they are known: its arguments, and `_SCATTER` for any scatter."""
+
 _SUMS = ADDS | COPIES | REORDERS
 _SCATTER = "scatter"
 
@@ -106,17 +110,14 @@ def _add_scatters_up(equations: Iterable[Equation]) -> bool:
         return any(map(is_lost, jaxpr.eqns))
 
     @cache
-    def summands_of(jaxpr: Jaxpr) -> list[set[Atom]]:
+    def summands_of(jaxpr: Jaxpr) -> Summands:
         return _summands(jaxpr, summands_of)
 
     return any(map(is_lost, equations))
 
 
-def _summands(jaxpr: Jaxpr, summands_of: Callable[[Jaxpr], list[set[Atom]]]) -> list[set[Atom]]:
-    """Returns the summands of each result of an open jaxpr: arguments of it, and `_SCATTER` for any scatter.
-
-    `summands_of` returns those of a jaxpr inside it.
-    """
+def _summands(jaxpr: Jaxpr, summands_of: Callable[[Jaxpr], Summands]) -> Summands:
+    """Returns the summands of an open jaxpr. `summands_of` returns those of a jaxpr inside it."""
     found = {x: {x} for x in jaxpr.invars}
 
     def known(x: Atom) -> set[Atom]:
@@ -125,13 +126,16 @@ def _summands(jaxpr: Jaxpr, summands_of: Callable[[Jaxpr], list[set[Atom]]]) -> 
     for equation in jaxpr.eqns:
         name, inner = equation.primitive.name, opened(jaxpr_of_call(equation))
         given = [*map(known, equation.invars)]
-        results: list[set[Atom]] = []
+        results: Summands = []
         if name in SCATTER_ADDS:
-            results = [given[0] | {_SCATTER}]  # the first operand is the array that it adds to
+            # The first operand is the array that it adds to.
+            results = [given[0] | {_SCATTER}]
         elif name in _SUMS:
             results = [set().union(*given)]
         elif inner is not None:
-            outside = dict(zip(inner.invars, given, strict=True)) | {_SCATTER: {_SCATTER}}
-            results = [set().union(*(outside[x] for x in own)) for own in summands_of(inner)]
+            outside: Any = dict(zip(inner.invars, given, strict=True))
+            outside[_SCATTER] = {_SCATTER}
+            inside = summands_of(inner)
+            results = [set().union(*map(outside.get, own)) for own in inside]
         found |= zip(equation.outvars, results, strict=False)
     return [*map(known, jaxpr.outvars)]
