@@ -196,6 +196,8 @@ class _Plans:
         """Returns the plan of a jaxpr whose results in `wanted` go these ways. Its caller adds what no scan adds."""
         key = id(jaxpr), str(wanted)
         if key not in self._known:
+            # Find the sums to which scans add, and plan for these alone. Any other result, such as the sum of two
+            # gradients, would otherwise be added in parts.
             added = self._made(opened(jaxpr), wanted).added
             wanted = {at: way for at, way in wanted.items() if way.sum in added}
             self._known[key] = self._made(opened(jaxpr), wanted)
