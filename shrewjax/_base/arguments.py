@@ -221,7 +221,7 @@ def weight(value: Argument, shapes: Shapes) -> Scalar:
     """Returns a micro-batch's weight: a Python number in range, or an array of one of `shapes`. True is 1, False 0."""
     if isinstance(value, bool):
         value = float(value)
-    elif getattr(value, "dtype", None) == np.bool:
+    elif getattr(value, "dtype", None) == np.bool and hasattr(value, "astype"):
         value = value.astype(np.float32)
     number = _real("weight", value, shapes, "a real scalar >= 0")
     if not isinstance(number, jax.Array) and not is_weight(number):

@@ -343,6 +343,11 @@ def is_plain_jit(equation: Equation) -> bool:
     return all(type(x).__name__ == "UnspecifiedValue" for x in (*params[0], *params[1]))
 
 
+def name_of_jit(equation: Equation) -> str:
+    """Returns the name of a plain `jit` in a profile."""
+    return equation.params["name"]
+
+
 def permutation_of(operation: Operation) -> tuple[int, ...] | None:
     """Returns the order of the dimensions after a transpose, or None if it is another operation."""
     return operation.params.get("permutation")

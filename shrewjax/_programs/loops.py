@@ -68,6 +68,7 @@ from shrewjax._programs.jaxprs import (
     is_plain_reshape,
     is_variable,
     jaxpr_of_call,
+    name_of_jit,
     opened,
     permutation_of,
     prevents_cse,
@@ -365,7 +366,7 @@ class _Evaluation:
         run: Any = lambda operands, sums: self.run(inner, operands, plan, sums)  # noqa: E731
         # All calls of this jaxpr by this plan share one function.
         if is_plain_jit(equation):
-            run.__name__ = equation.params["name"]
+            run.__name__ = name_of_jit(equation)
             run = self._functions.setdefault(id(plan), jax.jit(run))
         elif prevents_cse(equation):  # as JAX does itself, or XLA would undo it
             operands = _behind_barriers(operands)

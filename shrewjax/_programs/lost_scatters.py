@@ -84,7 +84,7 @@ Summands: TypeAlias = list[set[Atom]]
 """The summands of each result of a jaxpr, as far as they are known: its arguments, and `_SCATTER` for any scatter."""
 
 _SUMS = ADDS | COPIES | REORDERS
-_SCATTER = "scatter"
+_SCATTER = "a scatter"
 
 
 def _add_scatters_up(equations: Iterable[Equation]) -> bool:
