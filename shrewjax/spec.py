@@ -12,16 +12,26 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
 from itertools import compress, starmap
 from math import ceil, floor
+from operator import itemgetter
 from typing import Any, Literal, NamedTuple
 
 Number = Any
 """Anything with `+ - * / <` and `abs`: a float, a Fraction, a NumPy scalar, a term of a solver."""
 
+Gradient = Sequence[Number]
+"""The flat list of all entries."""
+
+Batches = Sequence[tuple[Gradient, Number]]
+"""The gradient and the weight of each micro-batch."""
+
+Sqrt = Callable[[Number], Number]
+"""The square root of such numbers."""
+
 
 # --- clipping --------------------------------------------------------------------------------------------------
 
 
-def global_norm_spec(gradient: Sequence[Number], *, sqrt: Callable[[Number], Number]) -> Number:
+def global_norm_spec(gradient: Gradient, *, sqrt: Sqrt) -> Number:
     r"""Returns the Euclidean length of all entries together.
 
     .. math:: \|g\| = \sqrt{\textstyle\sum_i g_i^2}
@@ -42,9 +52,7 @@ def global_norm_spec(gradient: Sequence[Number], *, sqrt: Callable[[Number], Num
     return sqrt(_sum_of_squares(gradient))
 
 
-def clip_gradients_spec(
-    gradient: Sequence[Number], max_norm: Number, *, sqrt: Callable[[Number], Number]
-) -> list[Number]:
+def clip_gradients_spec(gradient: Gradient, max_norm: Number, *, sqrt: Sqrt) -> list[Number]:
     r"""Returns the point of the ball of radius abs(max_norm) that is nearest to the gradient.
 
     .. math:: g \cdot |c| / \|g\| \;\text{ if } \|g\|^2 > c^2, \text{ else } g
@@ -76,7 +84,7 @@ def clip_gradients_spec(
 
 
 def clip_cotangent_spec(
-    slices: Sequence[Sequence[Number]], max_norm: Number, *, sqrt: Callable[[Number], Number]
+    slices: Sequence[Gradient], max_norm: Number, *, sqrt: Sqrt
 ) -> list[list[Number]]:
     r"""Returns the cotangent of a value that is passed on unchanged: each slice is clipped as a gradient of its own.
 
@@ -101,7 +109,7 @@ def clip_cotangent_spec(
     return [clip_gradients_spec(entries, max_norm, sqrt=sqrt) for entries in slices]
 
 
-def clip_by_value_spec(gradient: Sequence[Number], max_value: Number) -> list[Number]:
+def clip_by_value_spec(gradient: Gradient, max_value: Number) -> list[Number]:
     r"""Returns each entry's nearest point in [-max_value, max_value].
 
     .. math:: \min(c, \max(-c, g_i))
@@ -175,7 +183,7 @@ def percentile_spec(values: Sequence[Number], percentile: Any, method: Method = 
 
 
 def clip_by_percentile_spec(
-    gradient: Sequence[Number], percentile: Any, method: Method = "lower"
+    gradient: Gradient, percentile: Any, method: Method = "lower"
 ) -> list[Number]:
     r"""Clips entries by value, at a percentile of their own magnitudes.
 
@@ -197,9 +205,8 @@ def clip_by_percentile_spec(
     """
     if not gradient:
         return []
-    return clip_by_value_spec(
-        gradient, percentile_spec([abs(g) for g in gradient], percentile, method)
-    )
+    bound = percentile_spec([abs(g) for g in gradient], percentile, method)
+    return clip_by_value_spec(gradient, bound)
 
 
 # --- accumulation ----------------------------------------------------------------------------------------------
@@ -211,14 +218,12 @@ Nonfinite = Literal["propagate", "drop_micro_batch", "drop_window", "extend_wind
 class MicroBatch(NamedTuple):
     """One call of `update`. A flush without a micro-batch is one of weight 0 that closes the window."""
 
-    gradient: Sequence[Number]  #: of its loss
+    gradient: Gradient  #: of its loss
     weight: Number = 1  #: its number of examples or tokens, >= 0
     flush: bool = False  #: whether it closes the window
 
 
-def window_spec(
-    batches: Sequence[tuple[Sequence[Number], Number]], reduction: Reduction = "mean"
-) -> list[Number]:
+def window_spec(batches: Batches, reduction: Reduction = "mean") -> list[Number]:
     r"""Returns the gradient of a window.
 
     .. math:: \frac{\sum_i w_i g_i}{\sum_i w_i}, \qquad \frac{\sum_i g_i}{\sum_i w_i}, \qquad \sum_i g_i
@@ -249,7 +254,7 @@ def window_spec(
     return [total / weight_sum for total in totals]
 
 
-def noise_spec(batches: Sequence[tuple[Sequence[Number], Number]]) -> tuple[Number, Number]:
+def noise_spec(batches: Batches) -> tuple[Number, Number]:
     r"""Returns a window's estimates of the noise of gradients: tr Sigma per unit of weight, and the squared signal.
 
     .. math:: S = \frac{q - W |\bar g|^2}{K - 1}, \quad q = \sum_i w_i |g_i|^2, \qquad G^2 = |\bar g|^2 - S / W
@@ -310,19 +315,18 @@ def accumulate_spec(
     Defines `shrewjax.accumulate` and `GradAccumulator`. Source: by linearity, as in `window_spec`.
     """
     windows = 0
-    kept: list[tuple[Sequence[Number], Number]] = []
+    kept: list[tuple[Gradient, Number]] = []
     steps, is_dropped = 0, False
     for gradient, weight, flush in starmap(MicroBatch, micro_batches):
         has_weight = weight > 0
-        is_refused = (
-            has_weight and nonfinite != "propagate" and not all(_is_finite(g) for g in gradient)
-        )
+        is_refused = has_weight and _is_refused(gradient, nonfinite)
         if has_weight and not is_refused:
             kept.append((gradient, weight))
         if not (is_refused and nonfinite == "extend_window"):
             steps += 1
         is_dropped = is_dropped or (is_refused and nonfinite == "drop_window")
-        if not flush and steps < (accum_steps(windows) if callable(accum_steps) else accum_steps):
+        length = accum_steps(windows) if callable(accum_steps) else accum_steps
+        if not flush and steps < length:
             yield None
             continue
         if kept and not is_dropped:
@@ -342,7 +346,7 @@ class Part(NamedTuple):
     """The results of the loss function for one micro-batch."""
 
     value: Number  #: its loss
-    gradient: Sequence[Number]  #: of its loss
+    gradient: Gradient  #: of its loss
     weight: Number = 1  #: its number of examples or tokens, >= 0
     aux: Sequence[Number] = ()  #: its further results
 
@@ -390,26 +394,25 @@ def accumulated_value_and_grad_spec(
     kept = list(compress(parts, are_kept))
     if not kept:
         return None
-    value, *gradient = window_spec(
-        [([part.value, *part.gradient], part.weight) for part in kept], reduction
-    )
+    losses = [([part.value, *part.gradient], part.weight) for part in kept]
+    value, *gradient = window_spec(losses, reduction)
     if aux_reduction == "mean":
         return value, gradient, window_spec([(part.aux, part.weight) for part in kept])
     if aux_reduction in ("stack", "examples"):
         return value, gradient, _stacked(parts, are_kept, aux_reduction)
     columns = zip(*(part.aux for part in kept), strict=True)
-    combine: dict[str, Callable[[Sequence[Number]], Number]] = {
-        "sum": sum,
-        "max": max,
-        "min": min,
-        "last": lambda xs: xs[-1],
-    }
+    combine: Any = {"sum": sum, "max": max, "min": min, "last": itemgetter(-1)}
     return value, gradient, [combine[aux_reduction](xs) for xs in columns]
 
 
 def _is_kept(part: Part, nonfinite: Nonfinite) -> bool:
-    is_good = nonfinite == "propagate" or all(map(_is_finite, (part.value, *part.gradient)))
+    is_good = not _is_refused((part.value, *part.gradient), nonfinite)
     return part.weight > 0 and is_good
+
+
+def _is_refused(numbers: Sequence[Number], nonfinite: Nonfinite) -> bool:
+    """Returns whether a number of a micro-batch is not finite, so that it is not kept."""
+    return nonfinite != "propagate" and not all(map(_is_finite, numbers))
 
 
 def _stacked(parts: Sequence[Part], are_kept: Sequence[bool], aux_reduction: Aux) -> list[Any]:
@@ -422,7 +425,7 @@ def _stacked(parts: Sequence[Part], are_kept: Sequence[bool], aux_reduction: Aux
     return [[x for xs in zip(*of, strict=True) for x in xs] for of in zip(*rows, strict=True)]
 
 
-def _sum_of_squares(gradient: Sequence[Number]) -> Number:
+def _sum_of_squares(gradient: Gradient) -> Number:
     return sum(g * g for g in gradient)
 
 

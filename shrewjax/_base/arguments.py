@@ -19,7 +19,6 @@ from shrewjax._base.trees import array_leaf, is_gradient, leaf_name, short_leaf_
 from shrewjax._base.types import (
     Argument,
     Axes,
-    AxisNames,
     DType,
     Flag,
     Function,
@@ -43,6 +42,10 @@ RANGE_OF_WEIGHTS = "0, or between 2**-30 and 2**100"
 flushed."""
 
 
+Shapes = Collection[tuple[int, ...]]
+"""The shapes that an array may have."""
+
+
 def among(function: Function, given: Mapping[str, Argument]) -> dict[str, Argument]:
     """Returns the parameters of a function among the arguments of another, by their names (`locals()`)."""
     return {x: given[x] for x in inspect.signature(function).parameters if x in given}
@@ -60,12 +63,12 @@ def threshold(name: str, value: Argument) -> Scalar:
 
 def real(name: str, value: Argument, *, at_least: float, at_most: float = math.inf) -> Scalar:
     """Returns a real scalar that is between two bounds, and so not NaN, if its value is known."""
+    bounds = f">= {at_least}" if at_most == math.inf else f"between {at_least} and {at_most}"
     if isinstance(value, jax.Array):
         return _real_array(name, value, {()})
-    bounds = f">= {at_least}" if at_most == math.inf else f"between {at_least} and {at_most}"
     number = _static_real(name, value, f"a real scalar {bounds}")
     if not at_least <= number <= at_most:
-        raise ValueError(f"{name} must be {bounds} and not NaN, got {shown(value)}")
+        raise _wrong(name, f"{bounds} and not NaN", value)
     return number + 0.0  # -0.0 is 0
 
 
@@ -85,8 +88,8 @@ def percentile(value: Argument) -> Fraction | jax.Array:
     number = percent(value)
     if isinstance(number, jax.Array):
         return number
-    is_written_out = isinstance(value, int | float | np.generic | np.ndarray)
     # str(np.float32(99.9)) is "99.9", that of its float is not.
+    is_written_out = isinstance(value, int | float | np.generic | np.ndarray)
     return Fraction(str(value if is_written_out else number))
 
 
@@ -111,7 +114,7 @@ def order(ord: Argument) -> float:
     _require_static("ord", ord)
     number = _static_real("ord", ord, "a number >= 1, inf or None (2)")
     if not number >= 1:
-        raise ValueError(f"ord must be >= 1 or inf, got {shown(ord)}")
+        raise _wrong("ord", ">= 1 or inf", ord)
     return number
 
 
@@ -119,57 +122,52 @@ def integer(name: str, value: Argument, *, at_least: int | None = None) -> int:
     """Returns an int from a Python or NumPy integer, which may not be below `at_least`. Arrays are refused."""
     expected = "a Python int" if at_least is None else f"a Python int >= {at_least}"
     if not _is_int(value) or (at_least is not None and value < at_least):
-        raise ValueError(f"{name} must be {expected}, got {shown(value)}")
+        raise _wrong(name, expected, value)
     return int(value)
 
 
 def positions(name: str, value: Argument) -> tuple[int, ...]:
-    given = value if isinstance(value, tuple | list | range) else (value,)
-    return tuple(integer(name, at) for at in given)
+    return tuple(integer(name, at) for at in _each(value))
 
 
 def places(name: str, value: Argument) -> tuple[int | str, ...]:
     """Returns arguments of a function by their positions or names."""
-    given = value if isinstance(value, tuple | list | range) else (value,)
-    for at in given:
+    for at in _each(value):
         if not isinstance(at, str) and not _is_int(at):
-            raise ValueError(
-                f"{name} must be positions or names of arguments, such as 2 or ('x', 'y'), got {shown(at)}"
-            )
-    return tuple(at if isinstance(at, str) else int(at) for at in given)
+            raise _wrong(name, "positions or names of arguments, such as 2 or ('x', 'y')", at)
+    return tuple(at if isinstance(at, str) else int(at) for at in _each(value))
+
+
+def _each(value: Argument) -> Sequence[Argument]:
+    return value if isinstance(value, tuple | list | range) else (value,)
 
 
 def choice(name: str, value: Argument, choices: Sequence[str]) -> Any:
     if value not in choices:
-        raise ValueError(
-            f"{name} must be one of {', '.join(map(repr, choices))}, got {shown(value)}"
-        )
+        raise _wrong(name, f"one of {', '.join(map(repr, choices))}", value)
     return value
 
 
-def value_of_loss(value: Argument, shapes: Collection[tuple[int, ...]]) -> Scalar:
+def value_of_loss(value: Argument, shapes: Shapes) -> Scalar:
     """Returns the `value` of a micro-batch, a real scalar or an array of one of the shapes; it may be non-finite."""
-    if isinstance(value, np.ndarray) and value.shape != ():
-        value = jnp.asarray(value)
-    if isinstance(value, jax.Array):
-        return _real_array("value", value, shapes)
-    return _static_real("value", value, "a real scalar")
+    return _real("value", value, shapes, "a real scalar")
 
 
 def flag(name: str, value: Argument) -> Flag:
     """Returns a bool or a boolean scalar array."""
     if isinstance(value, bool | np.bool):
         return bool(value)
-    if isinstance(value, jax.Array | np.ndarray) and value.shape == () and value.dtype == np.bool:
+    is_array = isinstance(value, jax.Array | np.ndarray)
+    if is_array and value.shape == () and value.dtype == np.bool:
         return jnp.asarray(value)
-    raise ValueError(f"{name} must be a bool or a boolean scalar array, got {shown(value)}")
+    raise _wrong(name, "a bool or a boolean scalar array", value)
 
 
 def static_flag(name: str, value: Argument) -> bool:
     """Returns a flag that decides what is compiled: a bool."""
     if isinstance(value, bool | np.bool):
         return bool(value)
-    raise ValueError(f"{name} must be True or False, got {shown(value)}")
+    raise _wrong(name, "True or False", value)
 
 
 def accum_steps(value: Argument) -> int | jax.Array | Callable[[jax.Array], Number]:
@@ -181,59 +179,54 @@ def accum_steps(value: Argument) -> int | jax.Array | Callable[[jax.Array], Numb
     if isinstance(value, np.ndarray) and value.shape == ():
         value = value[()]
     if not _is_int(value) or not 1 <= value < 2**24:
-        raise ValueError(
-            f"accum_steps must be an int in [1, 2**24), a scalar array or a function of windows, got {shown(value)}"
-        )
+        expected = "an int in [1, 2**24), a scalar array or a function of windows"
+        raise _wrong("accum_steps", expected, value)
     return int(value)
 
 
 def steps_of_schedule(accum_steps: Function, windows: jax.Array) -> Scalar:
     """Returns the window length that a function returns: a real scalar that is >= 1 if its value is known."""
     what = "the number of closed windows"
-    require_call("accum_steps", accum_steps, what, "Let it take one argument", windows)
+    remedy = "Let it take one argument"
+    _require_call("accum_steps", accum_steps, what, remedy, (windows,), {})
     return real(_LENGTH, accum_steps(windows), at_least=1)
 
 
 def require_arguments_of_fun(
-    name: str, function: Function | None, args: Sequence[PyTree], kwargs: dict[str, PyTree]
+    name: str, function: Function | None, args: PyTree, kwargs: PyTree
 ) -> None:
     """Raises unless a function takes these arguments, which are those of `fun`."""
     if function is not None:
         others = f" and {', '.join(sorted(kwargs))}" if kwargs else ""
         what = f"the {len(args)} arguments of fun{others}"
         remedy = f"Give {name} the same arguments as fun"
-        require_call(name, function, what, remedy, *args, **kwargs)
+        _require_call(name, function, what, remedy, args, kwargs)
 
 
-def require_call(
-    name: str, function: Function, what: str, remedy: str, /, *args: PyTree, **kwargs: PyTree
+def _require_call(
+    name: str, function: Function, what: str, remedy: str, args: PyTree, kwargs: PyTree
 ) -> None:
     """Raises unless a function takes these arguments, which are `what` in the message."""
     try:
-        signature = inspect.signature(function)
-    except ValueError:  # of a function in C
+        inspect.signature(function).bind(*args, **kwargs)
+    except ValueError:  # a function in C tells no signature
         return
-    try:
-        signature.bind(*args, **kwargs)
     except TypeError as error:
         raise ValueError(
-            f"{name} is called with {what}, but it takes {signature}: {error}. {remedy}"
+            f"{name} is called with {what}, but it takes {inspect.signature(function)}: {error}. {remedy}"
         ) from error
 
 
-def weight(value: Argument, shapes: Collection[tuple[int, ...]]) -> Scalar:
+def weight(value: Argument, shapes: Shapes) -> Scalar:
     """Returns a micro-batch's weight: a Python number in range, or an array of one of `shapes`. True is 1, False 0."""
-    if isinstance(value, np.ndarray) and value.shape != ():
-        value = jnp.asarray(value)
-    if isinstance(value, jax.Array):
-        if value.dtype == np.bool:
-            value = value.astype(jnp.float32)
-        return _real_array("weight", value, shapes)
-    if isinstance(value, bool | np.bool) or (
-        isinstance(value, np.ndarray) and value.dtype == np.bool
-    ):
+    if isinstance(value, bool):
         value = float(value)
-    number = _static_real("weight", value, "a real scalar >= 0")
+    elif getattr(value, "dtype", None) == np.bool and hasattr(value, "astype"):
+        value = value.astype(np.float32)
+    number = _real("weight", value, shapes, "a real scalar >= 0")
+    if not isinstance(number, jax.Array) and not is_weight(number):
+        raise _wrong("weight", RANGE_OF_WEIGHTS, value)
+    return number
     if not is_weight(number):
         raise ValueError(f"weight must be {RANGE_OF_WEIGHTS}, got {shown(value)}")
     return number
@@ -247,7 +240,7 @@ def inexact_dtype(name: str, value: Argument) -> DType:
     except TypeError:
         dtype = None
     if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
-        raise ValueError(f"{name} must be a floating or complex dtype or None, got {shown(value)}")
+        raise _wrong(name, "a floating or complex dtype or None", value)
     if dtype != jax.dtypes.canonicalize_dtype(dtype):
         raise ValueError(f"{name} {dtype} needs 64-bit types. Set jax_enable_x64")
     return dtype
@@ -260,19 +253,15 @@ def axes(name: str, value: Argument) -> AxesOf:
     _require_static(name, value)
     numbers_ = tuple(value) if isinstance(value, tuple | list) else (value,)
     if not all(map(_is_int, numbers_)):
-        raise ValueError(
-            f"{name} must be ints, None or a function of name and leaf, got {shown(value)}"
-        )
+        raise _wrong(name, "ints, None or a function of name and leaf", value)
     return tuple(int(a) for a in numbers_)
 
 
 def axes_of_leaf(name: str, given: AxesOf, path: KeyPath, leaf: Leaf) -> tuple[int, ...] | None:
     """Returns the axes of one leaf, counted from the front; None if `given` has none for it."""
-    chosen = axes(name, _of_leaf(name, given, path, leaf)) if callable(given) else given
-    if callable(chosen):
-        raise ValueError(
-            f"{name} must return dimensions or None, got {shown(chosen)} for leaf {leaf_name(path)}"
-        )
+    chosen: Any = given
+    if callable(given):
+        chosen = axes(name, _of_leaf(name, "dimensions or None", given, path, leaf))
     if chosen is None:
         return None
     if any(not -leaf.ndim <= a < leaf.ndim for a in chosen):
@@ -288,16 +277,10 @@ def axis_names(name: str, value: Argument, remedy: str = "") -> Axes:
     if value is None:
         return None
     names = tuple(value) if isinstance(value, tuple | list) else (value,)
-
-    def is_axis(x: Any) -> bool:
-        return (
-            isinstance(x, Hashable) and not isinstance(x, jax.P | tuple | None) and not callable(x)
-        )
-
-    if not all(map(is_axis, names)) or len({*names}) < len(names):
-        raise ValueError(
-            f"{name} must be a mapped axis, or a tuple of different ones, got {shown(value)}{remedy}"
-        )
+    no_axis: Any = jax.P | tuple | Callable | None
+    are_axes = all(isinstance(x, Hashable) and not isinstance(x, no_axis) for x in names)
+    if not are_axes or len({*names}) < len(names):
+        raise _wrong(name, "a mapped axis, or a tuple of different ones", value, remedy)
     return names
 
 
@@ -305,7 +288,8 @@ def sharded_over(value: Argument) -> Shardings:
     """Returns mapped axes as a tuple, a PartitionSpec for all leaves, or a function. None if types give them."""
     if isinstance(value, jax.P) or callable(value):
         return value
-    return axis_names("sharded_over", value, ". If leaves differ, pass a function of name and leaf")
+    remedy = ". If leaves differ, pass a function of name and leaf"
+    return axis_names("sharded_over", value, remedy)
 
 
 def axes_by_leaf(given: Shardings, grads: PyTree) -> Axes | tuple[Axes, ...]:
@@ -324,31 +308,36 @@ def axes_by_leaf(given: Shardings, grads: PyTree) -> Axes | tuple[Axes, ...]:
         return tuple(a for a in names if is_bound(a) and a not in row_axes())
 
     leaves = jax.tree.leaves_with_path(grads)
-    return tuple(axes(path, x) for path, x in leaves if is_gradient(array_leaf(path, x)))
+    return tuple(axes(*x) for x in leaves if is_gradient(array_leaf(*x)))
 
 
-def axis_names_of_leaf(given: Shardings, path: KeyPath, leaf: Leaf) -> AxisNames | jax.P | None:
+def axis_names_of_leaf(given: Shardings, path: KeyPath, leaf: Leaf) -> Axes | jax.P:
     """Returns the mapped axes, or the PartitionSpec, of one leaf; None if the leaf's type has to tell.
 
     Raises if the user's function returns a function.
     """
     if not callable(given):
         return given
-    chosen = sharded_over(_of_leaf("sharded_over", given, path, leaf))
+    wanted = "mapped axes or a PartitionSpec"
+    of_leaf: Any = sharded_over(_of_leaf("sharded_over", wanted, given, path, leaf))
+    return of_leaf
+
+
+def _of_leaf(name: str, wanted: str, function: Function, path: KeyPath, leaf: Leaf) -> Argument:
+    """Returns what a user's function returns for a leaf. Raises if that is a function."""
+    given = short_leaf_name(path), leaf
+    what, remedy = "a leaf's name and the leaf", "Let it take both"
+    _require_call(name, function, what, remedy, given, {})
+    chosen = function(*given)
     if callable(chosen):
         raise ValueError(
-            f"sharded_over must return mapped axes or a PartitionSpec, got {shown(chosen)} for leaf "
-            f"{leaf_name(path)}"
+            f"{name} must return {wanted}, got {shown(chosen)} for leaf {leaf_name(path)}"
         )
     return chosen
 
 
-def _of_leaf(name: str, function: Function, path: KeyPath, leaf: Leaf) -> Argument:
-    """Returns what a user's function returns for a leaf."""
-    given = short_leaf_name(path), leaf
-    what, remedy = "a leaf's name and the leaf", "Let it take both"
-    require_call(name, function, what, remedy, *given)
-    return function(*given)
+def _wrong(name: str, expected: str, value: Argument, remedy: str = "") -> ValueError:
+    return ValueError(f"{name} must be {expected}, got {shown(value)}{remedy}")
 
 
 def _is_int(value: Argument) -> bool:
@@ -356,13 +345,13 @@ def _is_int(value: Argument) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-_LENGTH = "the number that the function accum_steps returns"
-_REMEDIES = {
-    _LENGTH: "Let it return a number of micro-batches",
-    "weight": "Give the number of examples or tokens, such as len(x)",
-    "value": "Pass the loss alone, without its aux",
-}
-"""The remedies for arguments that are no numbers. Those for thresholds depend on what came."""
+def _real(name: str, value: Argument, shapes: Shapes, expected: str) -> Scalar:
+    """Returns a real number, or an array of real numbers of one of these shapes."""
+    if isinstance(value, np.ndarray) and value.shape != ():
+        value = jnp.asarray(value)
+    if isinstance(value, jax.Array):
+        return _real_array(name, value, shapes)
+    return _static_real(name, value, expected)
 
 
 def _static_real(name: str, value: Argument, expected: str) -> float:
@@ -373,16 +362,7 @@ def _static_real(name: str, value: Argument, expected: str) -> float:
         isinstance(value, np.generic) and jnp.issubdtype(value.dtype, jnp.floating)
     )
     if not is_real or isinstance(value, bool | np.bool):
-        remedy = _REMEDIES.get(name, "")
-        if not remedy and callable(value):
-            remedy = "To schedule it, use optax.inject_hyperparams"
-        elif not remedy and value is None and name.startswith("max_"):
-            remedy = "For no limit, pass jnp.inf"
-        elif not remedy and any(hasattr(x, "shape") for x in jax.tree.leaves(value)):
-            remedy = f"If these are gradients, pass them before {name}, or to update"
-        raise ValueError(
-            f"{name} must be {expected}, got {shown(value)}" + (remedy and f". {remedy}")
-        )
+        raise _wrong(name, expected, value, _remedy(name, value))
     try:
         return float(value)
     except OverflowError:
@@ -390,15 +370,32 @@ def _static_real(name: str, value: Argument, expected: str) -> float:
         return math.inf if value > 0 else -math.inf
 
 
-def _real_array(name: str, value: jax.Array, shapes: Collection[tuple[int, ...]]) -> jax.Array:
+def _remedy(name: str, value: Argument) -> str:
+    """Returns the remedy, as text, for an argument that is no number."""
+    if name in _REMEDIES:
+        return _REMEDIES[name]
+    if callable(value):
+        return ". To schedule it, use optax.inject_hyperparams"
+    if value is None and name.startswith("max_"):
+        return ". For no limit, pass jnp.inf"
+    if any(hasattr(x, "shape") for x in jax.tree.leaves(value)):
+        return f". If these are gradients, pass them before {name}, or to update"
+    return ""
+
+
+_LENGTH = "the number that the function accum_steps returns"
+_REMEDIES = {
+    _LENGTH: ". Let it return a number of micro-batches",
+    "weight": ". Give the number of examples or tokens, such as len(x)",
+    "value": ". Pass the loss alone, without its aux",
+}
+
+
+def _real_array(name: str, value: jax.Array, shapes: Shapes) -> jax.Array:
     """Returns an array of real numbers in float32, or in float64 if it has that. Callers compute in no other dtype."""
-    is_real = any(jnp.issubdtype(value.dtype, kind) for kind in (jnp.floating, jnp.integer))
+    is_real = jnp.issubdtype(value.dtype, jnp.number) and not jnp.iscomplexobj(value)
     if value.shape not in shapes or not is_real:
-        expected = " or ".join(
-            "a real scalar" if s == () else f"a real array of shape {s}" for s in sorted(shapes)
-        )
-        raise ValueError(
-            f"{name} must be {expected}, got an array of shape {value.shape} and dtype {value.dtype}"
-            + (". Pass jnp.sum of it" if name == "weight" else "")
-        )
+        known = [f"a real array of shape {s}" if s else "a real scalar" for s in sorted(shapes)]
+        remedy = ". Pass jnp.sum of it" if name == "weight" else ""
+        raise _wrong(name, " or ".join(known), value, remedy)
     return value.astype(jnp.float64 if value.dtype == jnp.float64 else jnp.float32)

@@ -76,7 +76,8 @@ def unit_axes(name: str, leaf: Leaf, dims: UnitDims, given: Axes | jax.P) -> Uni
             f"cannot tell how leaf {name} is sharded over {', '.join(map(repr, unknown))}. Pass sharded_over=fn, where "
             "fn(name, leaf) returns its PartitionSpec. Pass () for a model on each device"
         )
-    return UnitSharding(tuple(a for a in varying if a in names) if is_tracked else names, across)
+    within = tuple(a for a in varying if a in names) if is_tracked else names
+    return UnitSharding(within, across)
 
 
 def _axes_of_spec(name: str, leaf: Leaf, dims: UnitDims, spec: jax.P) -> UnitSharding:
@@ -87,12 +88,10 @@ def _axes_of_spec(name: str, leaf: Leaf, dims: UnitDims, spec: jax.P) -> UnitSha
         raise ValueError(
             f"sharded_over {spec} has more entries than leaf {name} of shape {leaf.shape} has dimensions"
         )
-    by_dimension = axes_by_dimension(spec)
-    along_units = {m for a, names in enumerate(by_dimension) if a in dims for m in names}
-    along_parts = {m for a, names in enumerate(by_dimension) if a not in dims for m in names}
-    within, across = (
-        tuple(m for m in mapped if m in along) for along in (along_parts, along_units)
-    )
+    dimension = {m: a for a, names in enumerate(axes_by_dimension(spec)) for m in names}
+    along = [m for m in mapped if m in dimension]
+    within = tuple(m for m in along if dimension[m] not in dims)
+    across = tuple(m for m in along if dimension[m] in dims)
     if is_tracked and {*within, *across} != {*varying}:
         raise ValueError(
             f"sharded_over {spec} is not how leaf {name} is sharded: by its type it varies over {varying}"
@@ -107,12 +106,12 @@ def whole_shape(leaf: Leaf, given: Axes | jax.P) -> tuple[int, ...] | None:
         return leaf.shape
     if not isinstance(given, jax.P):
         return None
-    by_dimension = axes_by_dimension(given)
-    devices = [
-        math.prod(lax.axis_size(m) for m in names if m in mapped)
-        for names in [*by_dimension, *[()] * (leaf.ndim - len(by_dimension))]
-    ]
-    return tuple(n * parts for n, parts in zip(leaf.shape, devices, strict=False))
+    by_dimension = [*axes_by_dimension(given), *[()] * leaf.ndim]
+
+    def whole(n: int, names: AxisNames) -> int:
+        return n * math.prod(lax.axis_size(m) for m in names if m in mapped)
+
+    return tuple(map(whole, leaf.shape, by_dimension))
 
 
 def slice_axes(name: str, leaf: Leaf, given: Axes) -> AxisNames:
@@ -149,15 +148,16 @@ def axes_to_reduce(arrays: Sequence[jax.Array], axes: Axes | list[Axes]) -> list
     """
     if axes == ():
         return [()] * len(arrays)
-    if isinstance(axes, list) or any(a is None or isinstance(a, tuple) for a in axes or ()):
+    if any(a is None or isinstance(a, tuple) for a in axes or ()):
         each: list[Any] = [*(axes or ())]
         by_type = axes_to_reduce(arrays, None) if None in each else [()] * len(arrays)
-        return [told if given is None else given for given, told in zip(each, by_type, strict=True)]
+        pairs = zip(each, by_type, strict=True)
+        return [told if given is None else given for given, told in pairs]
     mapped, is_tracked = mapped_axes()
     if is_tracked:
         return [tuple(a for a in mapped if a in varying_axes(x)) for x in arrays]
     if axes is not None:
-        return [axes] * len(arrays)
+        return [tuple(axes)] * len(arrays)
     if mapped:
         raise ValueError(
             f"cannot tell whether gradients are sharded over {', '.join(map(repr, mapped))}. Pass sharded_over= with "
@@ -212,7 +212,8 @@ def device_index(axes: AxisNames) -> jax.Array:
 
 def replicated_axes(x: jax.Array, axes: AxisNames) -> AxisNames:
     """Returns those of the axes along which, by its tracked type, `x` is the same on all devices."""
-    return tuple(a for a in axes if a not in varying_axes(x)) if mapped_axes()[1] else ()
+    is_tracked = mapped_axes()[1]
+    return tuple(a for a in axes if is_tracked and a not in varying_axes(x))
 
 
 def sum_over_others(axes: AxisNames, reduced: AxisNames) -> str:
@@ -235,10 +236,8 @@ def newly_varying(new: Leaf, old: Leaf) -> str:
 
 def axes_beside(leaves: Sequence[Leaf], local: AxisNames) -> list[Axes]:
     """Returns the mapped axes, except `local`, over which each leaf varies. Untracked leaves count as whole."""
-    mapped, is_tracked = mapped_axes()
-    if not is_tracked:
-        return [()] * len(leaves)
-    return [tuple(a for a in mapped if a in varying_axes(x) and a not in local) for x in leaves]
+    beside = [a for a in mapped_axes()[0] if a not in local]
+    return [tuple(a for a in beside if a in varying_axes(x)) for x in leaves]
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ partitions an array. Along *Explicit* axes the array's type says it, and JAX ref
 
 import contextlib
 import math
+import re
 from typing import Any
 
 import jax
@@ -30,11 +31,9 @@ def devices_to_map(argument: str, axes: AxisNames) -> int:
         return 0
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.manual_axes or not {*axes} <= {*mesh.axis_names}:
-        remedy = (
-            "Name them in axis_names= of the jax.shard_map around this call"
-            if mesh.manual_axes
-            else f"Call the step under jax.set_mesh(mesh), with a mesh that has {axes!r}"
-        )
+        remedy = f"Call the step under jax.set_mesh(mesh), with a mesh that has {axes!r}"
+        if mesh.manual_axes:
+            remedy = "Name them in axis_names= of the jax.shard_map around this call"
         raise ValueError(
             f"{argument} must name axes of the mesh, got {axes!r}, and the mesh has {mesh.axis_names}. "
             f"{remedy}"
@@ -67,14 +66,10 @@ def on_each_device(
 
     # check_vma=False: otherwise a scan of the loss that starts from `jnp.zeros` is an error, because its carry begins
     # to vary (tests/devices/test_sum_over.py, "start_from_zeros").
-    part = jax.P(axes)
-    mapped = jax.shard_map(
-        run,
-        in_specs=(part, jax.P()),
-        out_specs=jax.tree.map(lambda is_part: part if is_part else jax.P(), returns_parts),
-        axis_names={*axes},
-        check_vma=False,
-    )
+    part, rest = jax.P(axes), jax.P()
+    out_specs = jax.tree.map(lambda is_part: part if is_part else rest, returns_parts)
+    specs = {"in_specs": (part, rest), "out_specs": out_specs, "axis_names": {*axes}}
+    mapped = jax.shard_map(run, check_vma=False, **specs)
     divided = jax.tree.map(lambda x: _partitioned(x, axes, axes), divided)
     try:
         return jax.jit(mapped)(divided, arrays)
@@ -83,7 +78,7 @@ def on_each_device(
         where, remedy = "With sum_over", ". Or leave out sum_over"
         if returns_parts is True:
             where, remedy = "In per_device", ""
-        if any(text in str(error) for text in _CLOSED_OVER):
+        if re.search(_CLOSED_OVER, str(error)):
             raise ValueError(
                 f"{where}, fun must not close over arrays on the mesh. Pass them as arguments. Place arrays by a jax.P "
                 f"without {names}"
@@ -99,7 +94,7 @@ def on_each_device(
 
 # JAX's words for an array from outside that a function in `shard_map` uses, on an Explicit mesh of several axes and of
 # one, and on any mesh in `table[y]`.
-_CLOSED_OVER = "should match the aval mesh", "Closing over inputs to shard_map", "index_to_gather"
+_CLOSED_OVER = "should match the aval mesh|Closing over inputs to shard_map|index_to_gather"
 
 
 def _partitioned(x: Leaf, over: AxisNames, first: AxisNames = ()) -> Leaf:
@@ -136,19 +131,21 @@ def on_mesh_of(params: PyTree, state: AnyState) -> AnyState:
     (tests/windows/test_sharded_state.py, "compiles_once").
     """
     state = placed_like(state, params)
-    leaves = [x for x in jax.tree.leaves(params) if isinstance(x, jax.Array) and not is_traced(x)]
-    shardings = [x.sharding for x in leaves if isinstance(x.sharding, NamedSharding)]
+    arrays = filter(_is_concrete, jax.tree.leaves(params))
+    shardings = [x.sharding for x in arrays if isinstance(x.sharding, NamedSharding)]
     if len({sharding.mesh for sharding in shardings}) != 1:
         return state
-    mesh = shardings[0].mesh
-    everywhere = NamedSharding(mesh, jax.P())
+    everywhere = NamedSharding(shardings[0].mesh, jax.P())
 
     def placed(x: Leaf) -> Leaf:
-        if not isinstance(x, jax.Array) or is_traced(x):
-            return x
-        return x if x.committed else jax.device_put(x, everywhere)
+        is_anywhere = _is_concrete(x) and not x.committed
+        return jax.device_put(x, everywhere) if is_anywhere else x
 
     return jax.tree.map(placed, state)
+
+
+def _is_concrete(x: Leaf) -> bool:
+    return isinstance(x, jax.Array) and not is_traced(x)
 
 
 def spec_of_result(mesh: Any, spec: Any) -> jax.P:

@@ -26,9 +26,9 @@ from shrewjax._base.types import AnyState, Argument, Flag, KeyPath, Leaf, Metric
 
 def described(state: type[State]) -> type[State]:
     """Decorates a state class: copies what its docstring says of each attribute into the field's docstring."""
-    for name, text in re.findall(
-        r"^  (\w+): (.*(?:\n    .*)*)", inspect.getdoc(state) or "", re.MULTILINE
-    ):
+    text_of_class = inspect.getdoc(state) or ""
+    found = re.findall(r"^  (\w+): (.*(?:\n    .*)*)", text_of_class, re.MULTILINE)
+    for name, text in found:
         getattr(state, name).__doc__ = " ".join(text.split())
     return state
 
@@ -50,24 +50,25 @@ def require_state_of(
     order: str = "update(grads, state, params) or apply_gradients(tx, grads, state, params)",
 ) -> None:
     """Raises unless this is the state that a rule's own `init` makes. Rules that read no state do not call it."""
-    if not isinstance(state, kind):
-        ways = ""
-        if isinstance(state, dict | list):
-            ways = ". Or, if it was restored, restore it with tx.init(params) as the target"
-        elif type(state).__name__ == kind.__name__:
-            ways = ". Or, if shrewjax was imported again, call tx.init(params) again"
-        else:
-            if type(state).__module__.startswith("optax."):
-                ways = ". Or convert Optax's state: shrewjax.from_optax(state, tx, params)"
-            if "inner_state" in getattr(kind, "_fields", ()):
-                ways += (
-                    ". Or, if the state is that of a running job without this wrapper, put it into a new one: "
-                    "state = tx.init(params)._replace(inner_state=state), where tx is this wrapper"
-                )
-        raise ValueError(
-            f"state must be the {kind.__name__} of init, got {type(state).__name__}. Pass the state of this "
-            f"transformation, in the order {order}{ways}"
-        )
+    if isinstance(state, kind):
+        return
+    ways = ""
+    if isinstance(state, dict | list):
+        ways = ". Or, if it was restored, restore it with tx.init(params) as the target"
+    elif type(state).__name__ == kind.__name__:
+        ways = ". Or, if shrewjax was imported again, call tx.init(params) again"
+    else:
+        if type(state).__module__.startswith("optax."):
+            ways = ". Or convert Optax's state: shrewjax.from_optax(state, tx, params)"
+        if "inner_state" in getattr(kind, "_fields", ()):
+            ways += (
+                ". Or, if the state is that of a running job without this wrapper, put it into a new one: "
+                "state = tx.init(params)._replace(inner_state=state), where tx is this wrapper"
+            )
+    raise ValueError(
+        f"state must be the {kind.__name__} of init, got {type(state).__name__}. Pass the state of this "
+        f"transformation, in the order {order}{ways}"
+    )
 
 
 def require_made_with(argument: str, state: AnyState, field: str, new: str = "") -> None:
@@ -115,8 +116,10 @@ def without_variables(state: AnyState) -> AnyState:
     """
 
     def value(x: Leaf) -> Leaf:
+        if not is_variable(x):
+            return x
         # Its one child, because in the variable of a masked parameter that is a node without leaves.
-        return jax.tree.leaves(x, is_leaf=lambda y: y is not x)[0] if is_variable(x) else x
+        return jax.tree.leaves(x, is_leaf=lambda y: y is not x)[0]
 
     return jax.tree.map(value, state, is_leaf=is_variable)
 
@@ -142,7 +145,8 @@ def _buffers(x: Leaf) -> set[tuple[Any, int]]:
     if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
         return set()
     try:
-        return {(s.device, s.data.unsafe_buffer_pointer()) for s in x.addressable_shards}
+        shards = x.addressable_shards
+        return {(shard.device, shard.data.unsafe_buffer_pointer()) for shard in shards}
     except RuntimeError:
         # The backend has no addresses. One array object in two places is then found alone.
         return {(None, id(x))}
@@ -248,7 +252,7 @@ def metrics(opt_state: AnyState) -> dict[str, jax.Array]:
 def _group(path: KeyPath) -> str:
     """Returns the group of `optax.partition` at this place of a state, or the groups if one is inside another."""
     groups = jax.tree_util.GetAttrKey("inner_states")
-    return _written([key for before, key in itertools.pairwise(path) if before == groups])
+    return _written([key for above, key in itertools.pairwise(path) if above == groups])
 
 
 def _written(path: Sequence[Any]) -> str:

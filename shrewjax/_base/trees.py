@@ -155,10 +155,8 @@ def is_typed_key(leaf: Leaf) -> bool:
 
 def _as_array(path: KeyPath, leaf: Leaf, what: str) -> Leaf:
     if hasattr(leaf, "dtype") and hasattr(leaf, "shape"):
-        is_foreign = isinstance(leaf, np.ndarray | np.generic) and jnp.issubdtype(
-            leaf.dtype, jnp.inexact
-        )
-        return jnp.asarray(leaf) if is_foreign else leaf
+        is_numpy = isinstance(leaf, np.ndarray | np.generic)
+        return jnp.asarray(leaf) if is_numpy and is_gradient(leaf) else leaf
     if isinstance(leaf, bool | int | float | complex):
         return jnp.asarray(leaf)
     raise ValueError(
@@ -194,13 +192,13 @@ def check_unchanged(new: PyTree, old: PyTree, what: str) -> None:
     """Raises, while tracing, if structure, shapes or dtypes differ. Adds no operation to the program."""
     require_structure(new, old, f"{what}: the structure must stay")
 
+    def type_of(x: Leaf) -> str:
+        return f"{getattr(x, 'dtype', type(x).__name__)} of shape {np.shape(x)}"
+
     def check(path: KeyPath, new: Leaf, old: Leaf) -> None:
-        given, kept = (
-            f"{getattr(x, 'dtype', type(x).__name__)} of shape {np.shape(x)}" for x in (new, old)
-        )
-        if given != kept:
+        if type_of(new) != type_of(old):
             raise AssertionError(
-                f"{what}: leaf {leaf_name(path)} must stay {kept}, got {given}. Cast it"
+                f"{what}: leaf {leaf_name(path)} must stay {type_of(old)}, got {type_of(new)}. Cast it"
             )
 
     jax.tree.map_with_path(check, new, old)
@@ -214,11 +212,10 @@ def require_structure(given: PyTree, expected: PyTree, requirement: str, remedy:
     came, wanted = ({path for path, _ in jax.tree.leaves_with_path(x)} for x in (given, expected))
     wrong = [f"{leaf_name(path)} is missing" for path in wanted - came]
     wrong += [f"{leaf_name(path)} is unexpected" for path in came - wanted]
-    if wrong:
-        found = ", ".join(sorted(wrong)[:4]) + (
-            f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
-        )
-    else:
-        expected, given = (shortened(str(x), 150) for x in reversed(structures))
+    found = ", ".join(sorted(wrong)[:4])
+    if len(wrong) > 4:
+        found += f" and {len(wrong) - 4} more"
+    if not wrong:
+        given, expected = (shortened(str(x), 150) for x in structures)
         found = f"expected {expected}, got {given}"
     raise AssertionError(f"{requirement}, but {found}{remedy}")

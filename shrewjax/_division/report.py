@@ -107,14 +107,14 @@ def line_of(step: Step, fun: Function) -> str:
     file_of_function = getattr(getattr(fun, "__code__", None), "co_filename", "")
 
     def is_users(frame: Frame) -> bool:
-        name = frame.filename
-        is_installed = name.startswith(_INSTALLED) and name != file_of_function
-        return not is_installed and not name.startswith(_OURS)
+        file = frame.file_name
+        is_installed = file.startswith(_INSTALLED) and file != file_of_function
+        return not is_installed and not file.startswith(_OURS)
 
     # JAX cuts a traceback at a jit, so those of the calls around it count, too.
     equations = step.equation, *step.calls[::-1]
     frames = [*filter(is_users, chain.from_iterable(map(jaxprs.frames_of, equations)))]
-    return frames[0].shown() if frames else step.equation.primitive.name
+    return jaxprs.shown_line(frames[0]) if frames else step.equation.primitive.name
 
 
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep, "<frozen"
@@ -141,7 +141,7 @@ def described(plan: Plan, fun: Function, sizes: str, passes: str) -> str:
             what = "data"
         elif program.is_divided(x):
             what = "rows" if program.slice(x) else "a sum"
-        return f"{jaxprs.short_type(x)}, {what}: {line_of(program.made_by[x], fun)}"
+        return f"{x.aval.str_short(short_dtypes=True)}, {what}: {line_of(program.made_by[x], fun)}"
 
     def indented(lines: Iterable[str]) -> list[str]:
         return [f"{'':8}{x}" for x in dict.fromkeys(lines)]

@@ -11,12 +11,12 @@ An operation that this module does not know counts as a change. So if JAX rename
 wrong result (tests/programs/test_forwarding.py, "followed_through").
 """
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
 
 import jax
 
-from shrewjax._base.types import PyTree
+from shrewjax._base.types import Function, PyTree
 from shrewjax._programs.jaxprs import (
     Atom,
     Equation,
@@ -39,7 +39,11 @@ class _Given(NamedTuple):
     dims: tuple[int, ...]
 
 
-def returned_as_given(function: Callable[[PyTree], PyTree], argument: PyTree) -> list[bool]:
+Arrays: TypeAlias = list[_Given | None]
+"""The array that each result is, or None."""
+
+
+def returned_as_given(function: Function, argument: PyTree) -> list[bool]:
     """Returns, for each leaf of `function(argument)`, whether it is the leaf in the same place of `argument`.
 
     Traces the function once. It may close over traced arrays.
@@ -50,10 +54,11 @@ def returned_as_given(function: Callable[[PyTree], PyTree], argument: PyTree) ->
 
 
 def _all_of(arrays: Sequence[Atom]) -> list[_Given]:
-    return [_Given(i, tuple(range(len(shape_of(x.aval))))) for i, x in enumerate(arrays)]
+    ranks = [len(shape_of(x.aval)) for x in arrays]
+    return [_Given(i, tuple(range(rank))) for i, rank in enumerate(ranks)]
 
 
-def _forwarded(jaxpr: Jaxpr) -> list[_Given | None]:
+def _forwarded(jaxpr: Jaxpr) -> Arrays:
     """Returns, for each result of a jaxpr, the argument that it is, or None."""
     jaxpr = opened(jaxpr)
     found = dict(zip(jaxpr.invars, _all_of(jaxpr.invars), strict=True))
@@ -66,7 +71,7 @@ def _forwarded(jaxpr: Jaxpr) -> list[_Given | None]:
     return [found.get(x) if is_variable(x) else None for x in jaxpr.outvars]
 
 
-def _operands(equation: Equation) -> Sequence[_Given | None]:
+def _operands(equation: Equation) -> Arrays:
     """Returns, for each result of an operation, the operand that it is, or None."""
     permutation = permutation_of(equation)
     if permutation is not None:
@@ -80,7 +85,7 @@ def _operands(equation: Equation) -> Sequence[_Given | None]:
     return [None] * len(equation.outvars)
 
 
-def _operands_of_shard_map(mapped: ShardMap) -> list[_Given | None]:
+def _operands_of_shard_map(mapped: ShardMap) -> Arrays:
     """Returns the operands that leave a `shard_map` as they came in."""
 
     def is_same(x: _Given, spec: jax.P) -> bool:
@@ -90,11 +95,11 @@ def _operands_of_shard_map(mapped: ShardMap) -> list[_Given | None]:
     return [x if x and is_same(x, spec) else None for x, spec in found]
 
 
-def _operands_of_jaxprs(equation: Equation, jaxprs: Sequence[Jaxpr]) -> list[_Given | None]:
+def _operands_of_jaxprs(equation: Equation, jaxprs: Sequence[Jaxpr]) -> Arrays:
     """Returns what all branches of a conditional, all turns of a loop, or the one jaxpr of a call return."""
     # 1. What all jaxprs return, by the numbers of their own arguments.
-    first, *others = map(_forwarded, jaxprs)
-    results = [x if all(x == other[i] for other in others) else None for i, x in enumerate(first)]
+    by_result = zip(*map(_forwarded, jaxprs), strict=True)
+    results = [x if {x, *others} == {x} else None for x, *others in by_result]
     carry = carry_of(equation)
     if carry is not None:
         results = _after_all_turns(results, _all_of(jaxprs[0].invars), carry)
@@ -103,9 +108,7 @@ def _operands_of_jaxprs(equation: Equation, jaxprs: Sequence[Jaxpr]) -> list[_Gi
     return [x and x._replace(number=before + x.number) for x in results]
 
 
-def _after_all_turns(
-    results: list[_Given | None], given: list[_Given], carry: slice
-) -> list[_Given | None]:
+def _after_all_turns(results: Arrays, given: list[_Given], carry: slice) -> Arrays:
     """Returns, for each result of a loop, the operand that it is, from those of one turn.
 
     Operands are constants, carries and slices; results are carries and slices. A turn has one axis less of a slice.
@@ -113,7 +116,6 @@ def _after_all_turns(
     carries = given[carry]
     kept = [x if x == own else None for x, own in zip(results, carries, strict=False)]
     first_slice = len(given[: carry.start]) + len(carries)
-    numbers = {x.number for x in given[first_slice:]}
-    slices = (x if x and x.number in numbers else None for x in results[len(carries) :])
+    slices = (x if x and x.number >= first_slice else None for x in results[len(carries) :])
     stacked = [x and _Given(x.number, (0, *(a + 1 for a in x.dims))) for x in slices]
     return [*kept, *stacked]

@@ -36,27 +36,21 @@ Equation: TypeAlias = Any  # jax.extend.core.JaxprEqn
 Operation: TypeAlias = Any
 Atom: TypeAlias = Any  # jax.extend.core.Var or Literal, an operand or a result
 
+Frame: TypeAlias = Any  # one of a traceback, with a file_name and a line_num
+
 _core: Any = core
 
 _JAXPR_OF_LOOP = {"scan": "jaxpr", "while": "body_jaxpr"}
 LOOPS = {*_JAXPR_OF_LOOP}
 _CHECKPOINT = "remat2"
 # Calls run one jaxpr with all of their operands, and return its results.
-_JAXPR_OF_CALL = {
-    "jit": "jaxpr",
-    _CHECKPOINT: "jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-}
+_BRINGS_DERIVATIVE = "custom_jvp_call", "custom_vjp_call"
+_JAXPR_OF_CALL = dict.fromkeys(("jit", _CHECKPOINT), "jaxpr")
+_JAXPR_OF_CALL |= dict.fromkeys(_BRINGS_DERIVATIVE, "call_jaxpr")
 # What runs in the place of a call that only names, or maps, it.
 _JITS = {"jit": "jaxpr", "closed_call": "call_jaxpr", "custom_vmap_call": "call"}
 _PRINTS = "DebugEffect"
-_BRINGS_DERIVATIVE = "custom_jvp_call", "custom_vjp_call"
 _REDUCTIONS_OVER_DEVICES = {"psum", "psum2", "psum_invariant", "pmax", "pmin"}
-_SHARDINGS_OF_JIT = "in_shardings", "out_shardings"
-_OF_JIT = "jaxpr", "name", *_SHARDINGS_OF_JIT
-_OPTIONS_OF_SCAN = "reverse", "unroll"
-_OF_SCAN = _JAXPR_OF_LOOP["scan"], "length", *_OPTIONS_OF_SCAN
 _TRANSPOSE, _RESHAPE = "transpose", "reshape"
 SCATTER_ADDS = {"scatter-add", "scatter-sub"}
 ADD_ANY = "add_any"  # the sum of two cotangents
@@ -77,11 +71,6 @@ def is_jit_disabled() -> bool:
 def shape_of(aval: Leaf) -> tuple[int, ...]:
     """Returns the shape of a type. A token has none, and counts as a scalar."""
     return getattr(aval, "shape", ())
-
-
-def short_type(atom: Atom) -> str:
-    """Returns dtype and shape, such as f32[8,3]."""
-    return atom.aval.str_short(short_dtypes=True)
 
 
 def is_variable(atom: Atom) -> bool:
@@ -115,21 +104,19 @@ def with_arrays_as_arguments(closed: Jaxpr) -> tuple[Jaxpr, list[jax.Array]]:
 
     It has no equations that nothing reads, and its loops no such operands, on which results would seem to depend.
     """
-    jaxpr, _ = pe.dce_jaxpr(opened(closed), [True] * len(closed.out_avals), instantiate=True)
-    pairs = [*zip(jaxpr.constvars, constants_of(closed), strict=True)]
-    arrays = [(x, y) for x, y in pairs if isinstance(y, jax.Array)]
-    others = [(x, y) for x, y in pairs if not isinstance(y, jax.Array)]
-    names = [*(x for x, _ in arrays), *jaxpr.invars]
-    moved = jaxpr.replace(constvars=[x for x, _ in others], invars=names)
-    return closed_jaxpr(moved, [y for _, y in others]), [y for _, y in arrays]
+    are_read = [True] * len(closed.out_avals)
+    jaxpr, _ = pe.dce_jaxpr(opened(closed), are_read, instantiate=True)
+    constants = dict(zip(jaxpr.constvars, constants_of(closed), strict=True))
+    arrays = {x: value for x, value in constants.items() if isinstance(value, jax.Array)}
+    others = {x: value for x, value in constants.items() if x not in arrays}
+    moved = jaxpr.replace(constvars=[*others], invars=[*arrays, *jaxpr.invars])
+    return closed_jaxpr(moved, [*others.values()]), [*arrays.values()]
 
 
 def has_convolutions(jaxpr: Jaxpr) -> bool:
     """Returns whether a program has a convolution outside of loops."""
-    equations = opened(jaxpr).eqns
-    inner = [y for x in equations if x.primitive.name not in _JAXPR_OF_LOOP for y in jaxprs_in(x)]
-    is_one = any(x.primitive.name == "conv_general_dilated" for x in equations)
-    return is_one or any(map(has_convolutions, inner))
+    outside = equations_in(jaxpr, outside_loops=True)
+    return any(x.primitive.name == "conv_general_dilated" for x in outside)
 
 
 def has_collective(jaxpr: Jaxpr) -> bool:
@@ -157,7 +144,8 @@ def inside_shard_map(equation: Equation, context: Any, axes: AxisNames) -> Equat
     for name in _SHARDINGS:
         spec = getattr(params.get(name), "spec", None)
         if spec is not None:
-            kept = [tuple(a for a in x if a not in axes) or None for x in axes_by_dimension(spec)]
+            names = axes_by_dimension(spec)
+            kept = [tuple(a for a in x if a not in axes) or None for x in names]
             params[name] = jax.NamedSharding(mesh, jax.P(*kept))
     return equation.replace(params=params, ctx=context)
 
@@ -201,8 +189,14 @@ def jaxpr_of_call(equation: Equation) -> Jaxpr | None:
 
 def branches_of(equation: Equation) -> Sequence[Jaxpr]:
     """Returns the jaxprs of which a conditional runs that with the number of its first operand, or none."""
-    is_cond = equation.primitive.name == "cond"
-    return equation.params.get("branches", ()) if is_cond else ()
+    return equation.params.get("branches", ())
+
+
+def _params(equation: Equation, operation: str, names: Sequence[str]) -> Any:
+    """Returns these parameters of an operation; None if the equation is another one, or has other names for them."""
+    if equation.primitive.name != operation or not {*names} <= {*equation.params}:
+        return None
+    return [equation.params[name] for name in names]
 
 
 class While(NamedTuple):
@@ -216,9 +210,8 @@ class While(NamedTuple):
 
 def while_of(equation: Equation) -> While | None:
     names = "cond_jaxpr", _JAXPR_OF_LOOP["while"], "cond_nconsts", "body_nconsts"
-    if equation.primitive.name != "while" or not {*names} <= {*equation.params}:
-        return None
-    return While(*(equation.params[name] for name in names))
+    params = _params(equation, "while", names)
+    return None if params is None else While(*params)
 
 
 def brings_derivative(equation: Equation) -> bool:
@@ -256,28 +249,19 @@ def cotangent_programs(
 
     The second returns the cotangents of the smooth operands.
     """
-    structure: Any = None
 
     def forward(operands: list[Leaf]) -> PyTree:
-        nonlocal structure
-
         def of_smooth(*some: Leaf) -> PyTree:
             made = run_equation(equation, replaced(operands, smooth, some))
             return [made[i] for i in results], made
 
         _, pull, made = jax.vjp(of_smooth, *(operands[i] for i in smooth), has_aux=True)
-        residuals, structure = jax.tree.flatten(pull)
-        return made, residuals
+        return made, pull
 
-    operands = _types(equation.invars)
-    first = jax.make_jaxpr(forward)(operands)
-    residuals = first.out_avals[len(equation.outvars) :]
-
-    def backward(residuals: list[Leaf], cotangents: list[Leaf]) -> PyTree:
-        return jax.tree.unflatten(structure, residuals)(cotangents)
-
-    cotangents = [equation.outvars[i].aval for i in results]
-    return first, jax.make_jaxpr(backward)(residuals, cotangents)
+    first, shapes = jax.make_jaxpr(forward, return_shape=True)(_types(equation.invars))
+    _, residuals = jax.tree.unflatten(jax.tree.structure(shapes), first.out_avals)
+    cotangents = _types([equation.outvars[i] for i in results])
+    return first, jax.make_jaxpr(lambda pull, given: pull(given))(residuals, cotangents)
 
 
 def platforms_of(equation: Equation) -> Sequence[Sequence[str] | None] | None:
@@ -296,15 +280,12 @@ class LinearSolve(NamedTuple):
 
 
 def linear_solve_of(equation: Equation) -> LinearSolve | None:
-    names = "jaxprs", "const_lengths"
-    if equation.primitive.name != "custom_linear_solve" or not {*names} <= {*equation.params}:
-        return None
-    return LinearSolve(*(equation.params[name]._asdict() for name in names))
+    params = _params(equation, "custom_linear_solve", ("jaxprs", "const_lengths"))
+    return None if params is None else LinearSolve(*(x._asdict() for x in params))
 
 
 def is_checkpoint(equation: Equation) -> bool:
-    is_named = equation.primitive.name == _CHECKPOINT
-    return is_named and jaxpr_of_call(equation) is not None
+    return equation.primitive.name == _CHECKPOINT and jaxpr_of_call(equation) is not None
 
 
 def options_of_checkpoint(equation: Equation) -> dict[str, Any]:
@@ -322,10 +303,10 @@ def jaxpr_of_jit(equation: Equation) -> Jaxpr | None:
     if equation.primitive.name in _JITS:
         return equation.params.get(_JITS[equation.primitive.name])
     expand = getattr(equation.params.get("_prim"), "expand", None)
-    has_derivative = any(jnp.issubdtype(x.aval.dtype, jnp.inexact) for x in equation.outvars)
-    if expand is None or has_derivative:
-        return None
-    return jax.make_jaxpr(lambda *x: jax.tree.leaves(expand(*x)))(*_types(equation.invars))
+    if expand is None or any(jnp.issubdtype(x.aval.dtype, jnp.inexact) for x in equation.outvars):
+        return None  # it may have a derivative of its own
+    run = jax.make_jaxpr(lambda *x: jax.tree.leaves(expand(*x)))
+    return run(*_types(equation.invars))
 
 
 def _types(atoms: Sequence[Atom]) -> list[Any]:
@@ -346,19 +327,20 @@ def other_effects(jaxpr: Jaxpr) -> list[str]:
 def one_by_one(equations: Sequence[Equation]) -> Iterator[Equation]:
     """Yields equations, and a collective of several operands as one of each."""
     for equation in equations:
-        if equation.primitive.name not in _REDUCTIONS_OVER_DEVICES or len(equation.invars) < 2:
+        if equation.primitive.name in _REDUCTIONS_OVER_DEVICES:
+            for x, y in zip(equation.invars, equation.outvars, strict=True):
+                yield equation.replace(invars=[x], outvars=[y])
+        else:
             yield equation
-            continue
-        for x, y in zip(equation.invars, equation.outvars, strict=True):
-            yield equation.replace(invars=[x], outvars=[y])
 
 
 def is_plain_jit(equation: Equation) -> bool:
     """Returns whether an equation is a `jit` without shardings, of which others could be made."""
-    if equation.primitive.name != "jit" or not {*_OF_JIT} <= {*equation.params}:
+    names = "in_shardings", "out_shardings", "jaxpr", "name"
+    params = _params(equation, "jit", names)
+    if params is None:
         return False
-    shardings = [x for name in _SHARDINGS_OF_JIT for x in equation.params[name]]
-    return all(type(x).__name__ == "UnspecifiedValue" for x in shardings)
+    return all(type(x).__name__ == "UnspecifiedValue" for x in (*params[0], *params[1]))
 
 
 def name_of_jit(equation: Equation) -> str:
@@ -368,8 +350,7 @@ def name_of_jit(equation: Equation) -> str:
 
 def permutation_of(operation: Operation) -> tuple[int, ...] | None:
     """Returns the order of the dimensions after a transpose, or None if it is another operation."""
-    is_transpose = operation.primitive.name == _TRANSPOSE
-    return operation.params.get("permutation") if is_transpose else None
+    return operation.params.get("permutation")
 
 
 def is_plain_reshape(operation: Operation) -> bool:
@@ -404,10 +385,8 @@ class ShardMap(NamedTuple):
 
 def shard_map_of(equation: Equation) -> ShardMap | None:
     """Returns the `shard_map` of an equation, or None if it is another equation."""
-    names = "jaxpr", "in_specs", "out_specs"
-    if equation.primitive.name != "shard_map" or not {*names} <= {*equation.params}:
-        return None
-    return ShardMap(*(equation.params[name] for name in names))
+    params = _params(equation, "shard_map", ("jaxpr", "in_specs", "out_specs"))
+    return None if params is None else ShardMap(*params)
 
 
 class Scan(NamedTuple):
@@ -430,11 +409,11 @@ def scan_of(equation: Equation) -> Scan | None:
     JAX 0.11 gave other names to the numbers of constants and carries. So they are read from the shapes: a stack has
     one dimension more than its slice in the body.
     """
-    params = equation.params
-    if equation.primitive.name != "scan" or not {*_OF_SCAN} <= {*params}:
+    names = _JAXPR_OF_LOOP["scan"], "length", "reverse", "unroll"
+    params = _params(equation, "scan", names)
+    if params is None:
         return None
-    body, length = params[_JAXPR_OF_LOOP["scan"]], params["length"]
-    options = {name: params[name] for name in _OPTIONS_OF_SCAN}
+    body, length, reverse, unroll = params
 
     def count_others(outer: Sequence[Atom], inner: Sequence[Leaf]) -> int | None:
         pairs = zip(outer, inner, strict=True)
@@ -446,6 +425,7 @@ def scan_of(equation: Equation) -> Scan | None:
     others = count_others(equation.invars, body.in_avals)
     if carries is None or others is None:
         return None
+    options = {"reverse": reverse, "unroll": unroll}
     return Scan(body, others - carries, carries, length, options)
 
 
@@ -454,10 +434,9 @@ def carry_of(equation: Equation) -> slice | None:
 
     A `while` loop has a carry and no stacks.
     """
-    if equation.primitive.name == "while":
-        body = opened(equation.params.get(_JAXPR_OF_LOOP["while"]))
-        return None if body is None else slice(len(body.invars) - len(body.outvars), None)
-    scan = scan_of(equation)
+    loop, scan = while_of(equation), scan_of(equation)
+    if loop is not None:
+        return slice(loop.of_body, None)
     return None if scan is None else slice(scan.constants, scan.constants + scan.carries)
 
 
@@ -471,13 +450,10 @@ def read_by(equations: Sequence[Equation], results: Sequence[Atom] = ()) -> list
 def types_of(function: Callable[[], PyTree]) -> PyTree:
     """Returns `jax.eval_shape`, with the shardings that JAX drops there if the mesh has Explicit axes and Auto ones."""
     traced = jax.jit(function).trace()
-    leaves, structure = jax.tree.flatten(traced.out_info)
-
-    def typed(shape: Leaf, aval: Leaf) -> Leaf:
-        is_complete = shape.sharding is not None or not explicit_axes(aval)
-        return shape if is_complete else shape.update(sharding=aval.sharding)
-
-    return jax.tree.unflatten(structure, map(typed, leaves, traced.jaxpr.out_avals))
+    shapes, structure = jax.tree.flatten(traced.out_info)
+    pairs = zip(shapes, traced.jaxpr.out_avals, strict=True)
+    typed = [x.update(sharding=y.sharding) if explicit_axes(y) else x for x, y in pairs]
+    return jax.tree.unflatten(structure, typed)
 
 
 @functools.cache
@@ -516,29 +492,22 @@ def function_of(jaxpr: Jaxpr) -> Callable[..., Sequence[Leaf]]:
     return core.jaxpr_as_fun(jaxpr)
 
 
-def equations_in(jaxpr: Jaxpr) -> Iterator[Equation]:
+def equations_in(jaxpr: Jaxpr, *, outside_loops: bool = False) -> Iterator[Equation]:
     """Yields the equations of a jaxpr, and of those inside it."""
     for equation in opened(jaxpr).eqns:
         yield equation
-        for inner in jaxprs_in(equation):
-            yield from equations_in(inner)
+        if not (outside_loops and equation.primitive.name in LOOPS):
+            for inner in jaxprs_in(equation):
+                yield from equations_in(inner, outside_loops=outside_loops)
 
 
-class Frame(NamedTuple):
-    """A line of a program."""
-
-    filename: str
-    line: int
-
-    def shown(self) -> str:
-        """Returns file, line and the text of the line."""
-        text = linecache.getline(self.filename, self.line).strip()
-        return f"{os.path.basename(self.filename)}:{self.line}: {text}"
-
-
-def frames_of(equation: Equation) -> list[Frame]:
-    """Returns the lines that made an equation, the innermost first, or none if JAX does not tell."""
+def frames_of(equation: Equation) -> Sequence[Frame]:
+    """Returns the frames that made an equation, the innermost first, or none if JAX does not tell."""
     made_at: Any = getattr(getattr(equation, "source_info", None), "traceback", None)
-    raw_frames = getattr(made_at, "raw_frames", tuple)
-    pairs = zip(*raw_frames(), strict=True)
-    return [Frame(x.co_filename, [*x.co_positions()][at // 2][0] or 0) for x, at in pairs]
+    return getattr(made_at, "frames", ())
+
+
+def shown_line(frame: Frame) -> str:
+    """Returns file, line and the text of the line."""
+    text = linecache.getline(frame.file_name, frame.line_num).strip()
+    return f"{os.path.basename(frame.file_name)}:{frame.line_num}: {text}"

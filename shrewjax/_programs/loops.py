@@ -36,8 +36,9 @@ examples/benchmarks/whole_steps.py measures both.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import dropwhile
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -46,6 +47,7 @@ from jax import lax
 from jax.extend import core
 
 from shrewjax._base.axes import varying_axes
+from shrewjax._base.trees import replaced
 from shrewjax._base.types import Function, Leaf, PyTree
 from shrewjax._programs.jaxprs import (
     ADD_ANY,
@@ -56,7 +58,6 @@ from shrewjax._programs.jaxprs import (
     Atom,
     Equation,
     Jaxpr,
-    Scan,
     axes_of_constraints,
     constants_of,
     context_of,
@@ -71,8 +72,7 @@ from shrewjax._programs.jaxprs import (
     opened,
     permutation_of,
     prevents_cse,
-    program_of,
-    read_by,
+    run_equation,
     scan_of,
 )
 from shrewjax._programs.lost_scatters import warn_if_lost
@@ -110,8 +110,8 @@ class Traced:
         elif LOSES_SCATTERS:
             self._closed = hide_scatters(closed)
         # 3. Put the types of the results, and their numbers, into the results' structure.
-        self.result_types: PyTree = jax.tree.unflatten(self._structure, closed.out_avals)
-        self.numbers: PyTree = jax.tree.unflatten(self._structure, range(len(closed.out_avals)))
+        self.result_types = jax.tree.unflatten(self._structure, closed.out_avals)
+        self.numbers = jax.tree.unflatten(self._structure, range(len(closed.out_avals)))
 
     def __call__(self, *arguments: PyTree) -> PyTree:
         # Without jit, users look at numbers in the function, which a jaxpr does not run.
@@ -135,16 +135,13 @@ class Traced:
         """
         if is_jit_disabled() or are_passes_disabled():
             return self(*arguments), sums
-        # 1. Plan which scans add to which sums.
         with naming_the_switch():
             plan = _Plans().of(self._closed, {at: _Way(at, ()) for at in sums})
-        if not plan.added:
-            return self(*arguments), sums
-        # 2. Run the equations, those scans with their sums.
-        operands = jax.tree.leaves(arguments)
-        with naming_the_switch():
-            results, sums = _Evaluation(add).run(self._closed, operands, plan, sums)
-        return jax.tree.unflatten(self._structure, results), sums
+            if plan.added:
+                operands = jax.tree.leaves(arguments)
+                results, sums = _Evaluation(add).run(self._closed, operands, plan, sums)
+                return jax.tree.unflatten(self._structure, results), sums
+        return self(*arguments), sums
 
 
 class _Move(NamedTuple):
@@ -153,10 +150,6 @@ class _Move(NamedTuple):
     primitive: Any
     params: Mapping[str, Any]
     type: Any  # of its result
-
-    @property
-    def name(self) -> str:
-        return self.primitive.name
 
     def run(self, x: jax.Array) -> jax.Array:
         return self.primitive.bind(x, **self.params)
@@ -169,34 +162,29 @@ class _Way(NamedTuple):
     moves: tuple[_Move, ...]
 
 
-class _Block(NamedTuple):
-    """The elements of an array that a scan's trip i makes: `width` of them along `axis`, from i * width on."""
-
-    axis: int
-    width: int
+_Ways: TypeAlias = Mapping[ResultAt, _Way]
+"""The ways of an equation's results, or of a jaxpr's."""
 
 
 class _Inside(NamedTuple):
     """A call whose inner scans add. Inside, the sums that its results lead to are numbered from 0 on."""
 
     plan: "_Plan"
-    numbers_outside: list[SumNumber]  # of these sums, by their numbers inside
+    numbers_outside: list[SumNumber]  # of these sums
 
 
 class _Plan(NamedTuple):
     """How to evaluate a jaxpr."""
 
     added: set[SumNumber]  # the sums to which scans add
-    # Which results of a scan are added.
-    scans: dict[Index, dict[ResultAt, _Way]]
-    calls: dict[Index, _Inside]
+    # The equations that add: the results of a scan that are added slice by slice, or a call.
+    adding: dict[Index, _Ways | _Inside]
     wholes: list[tuple[Atom, _Way]]  # values that are added as they are
-    skipped: set[Index]  # equations that only lead to results that scans add
+    skipped: set[Index]  # equations that only lead to these sums
 
 
 # The equations that a way may go through: `add_any`, and those of one operand.
-_IN_PLACE = COPIES | {ROUNDING, CONSTRAINT}
-_PASSED = _IN_PLACE | REORDERS | {ADD_ANY}
+_PASSED = COPIES | REORDERS | {ROUNDING, CONSTRAINT, ADD_ANY}
 
 
 class _Plans:
@@ -205,100 +193,74 @@ class _Plans:
     def __init__(self) -> None:
         self._known: dict[tuple[int, str], _Plan] = {}
 
-    def of(self, jaxpr: Jaxpr, wanted: Mapping[ResultAt, _Way]) -> _Plan:
-        """Returns the plan of a jaxpr whose results in `wanted` go these ways."""
+    def of(self, jaxpr: Jaxpr, wanted: _Ways) -> _Plan:
+        """Returns the plan of a jaxpr whose results in `wanted` go these ways. Its caller adds what no scan adds."""
         key = id(jaxpr), str(wanted)
         if key not in self._known:
+            # Find the sums to which scans add, and plan for these alone. Any other result, such as the sum of two
+            # gradients, would otherwise be added in parts.
+            added = self._made(opened(jaxpr), wanted).added
+            wanted = {at: way for at, way in wanted.items() if way.sum in added}
             self._known[key] = self._made(opened(jaxpr), wanted)
         return self._known[key]
 
-    def _made(self, jaxpr: Jaxpr, wanted: Mapping[ResultAt, _Way]) -> _Plan:
+    def _made(self, jaxpr: Jaxpr, wanted: _Ways) -> _Plan:
+        plan = _Plan(set(), {}, [], set())
+        ways: dict[Atom, _Way] = {}  # of the values that were reached so far
+        read = [*(x for y in jaxpr.eqns for x in y.invars), *jaxpr.outvars]
+        reads = Counter(filter(is_variable, read))
+
+        def follow(x: Atom, way: _Way) -> None:
+            if is_variable(x) and reads[x] == 1:
+                ways[x] = way
+            else:  # something else reads the value, so it is needed as it is
+                plan.wholes.append((x, way))
+
         # 1. Start at the results, and visit each equation after all that read what it makes.
-        back = _WayBack(jaxpr)
         for at, way in wanted.items():
-            back.follow(jaxpr.outvars[at], way)
+            follow(jaxpr.outvars[at], way)
         for index, equation in reversed([*enumerate(jaxpr.eqns)]):
-            here = back.ways_of_results(equation)
+            made, primitive = enumerate(equation.outvars), equation.primitive
+            here = {at: ways.pop(x) for at, x in made if x in ways}
             # 2. An equation on the way: go on from its operands.
-            if here and equation.primitive.name in _PASSED:
-                back.go_through(index, equation, here)
-            # 3. The end of the way: a scan or a call adds what it can, and other values are added as a whole.
+            if here and primitive.name in _PASSED:
+                plan.skipped.add(index)
+                way = here[0]
+                if primitive.name != ADD_ANY:
+                    move = _Move(primitive, equation.params, equation.outvars[0].aval)
+                    way = way._replace(moves=(move, *way.moves))
+                for x in equation.invars:
+                    follow(x, way)
+            # 3. The end of the way.
             elif here:
-                added = self._add_inside(back.plan, index, equation, here)
-                left = ((equation.outvars[at], here[at]) for at in here if at not in added)
-                back.plan.wholes.extend(left)
-        # 4. Leave to the caller what no scan adds.
-        return back.finished()
+                self._end(plan, index, equation, here)
+        # 4. Add the jaxpr's own arguments as a whole.
+        plan.wholes.extend(ways.items())
+        return plan
 
-    def _add_inside(
-        self, plan: _Plan, index: Index, equation: Equation, here: Mapping[ResultAt, _Way]
-    ) -> Mapping[ResultAt, _Way]:
-        """Plans what an equation adds inside: slices of stacks, or what a call's own scans add. Returns these ways."""
-        # 1. A scan adds the stacks that it makes, slice by slice.
-        stacks = {at: way for at, way in here.items() if _is_stack(equation, at, way)}
-        if stacks:
-            plan.scans[index] = stacks
-            plan.added.update(way.sum for way in stacks.values())
-            return stacks
-        # 2. A call adds what its own scans add.
+    def _end(self, plan: _Plan, index: Index, equation: Equation, here: _Ways) -> None:
+        """Plans how results at the end of their ways are added: by a scan or a call if it can, otherwise as a whole."""
+        added = {at: way for at, way in here.items() if _is_stack(equation, at, way)}
         call = self._call(equation, here)
-        if call is None or not call.plan.added:
-            return {}
-        plan.calls[index] = call
-        added = {call.numbers_outside[inside] for inside in call.plan.added}
-        plan.added.update(added)
-        return {at: way for at, way in here.items() if way.sum in added}
+        if added:
+            plan.adding[index] = added
+        elif call is not None:
+            plan.adding[index] = call
+            sums = {call.numbers_outside[i] for i in call.plan.added}
+            added = {at: way for at, way in here.items() if way.sum in sums}
+        plan.added.update(way.sum for way in added.values())
+        left = here.keys() - added.keys()
+        plan.wholes.extend((equation.outvars[at], here[at]) for at in sorted(left))
 
-    def _call(self, equation: Equation, here: Mapping[ResultAt, _Way]) -> _Inside | None:
+    def _call(self, equation: Equation, here: _Ways) -> _Inside | None:
+        """Returns how the scans inside a call add its results, or None if they do not, or it is no call."""
         if not (is_checkpoint(equation) or is_plain_jit(equation)):
             return None
         # Numbered from 0 on inside, so that calls of one jaxpr that lead to different sums have one plan.
         outside = [*dict.fromkeys(way.sum for way in here.values())]
         wanted = {at: way._replace(sum=outside.index(way.sum)) for at, way in here.items()}
-        return _Inside(self.of(jaxpr_of_call(equation), wanted), outside)
-
-
-class _WayBack:
-    """The way back from a jaxpr's results through its equations, and the plan that comes of it."""
-
-    def __init__(self, jaxpr: Jaxpr) -> None:
-        self.plan = _Plan(set(), {}, {}, [], set())
-        self._ways: dict[Atom, _Way] = {}  # of the values that were reached so far
-        self._leads_to: dict[Index, SumNumber] = {}  # of the equations on a way
-        reads = [*(x for y in jaxpr.eqns for x in y.invars), *jaxpr.outvars]
-        self._reads = Counter(filter(is_variable, reads))
-
-    def follow(self, x: Atom, way: _Way) -> None:
-        if is_variable(x) and self._reads[x] == 1:
-            self._ways[x] = way
-        else:  # something else reads the value, so it is needed as it is
-            self.plan.wholes.append((x, way))
-
-    def ways_of_results(self, equation: Equation) -> dict[ResultAt, _Way]:
-        """Returns the ways of an equation's results."""
-        made = enumerate(equation.outvars)
-        return {at: self._ways.pop(x) for at, x in made if x in self._ways}
-
-    def go_through(self, index: Index, equation: Equation, here: Mapping[ResultAt, _Way]) -> None:
-        """Follows the operands of an equation that makes one value."""
-        (way,) = here.values()
-        self._leads_to[index] = way.sum
-        for x in equation.invars:
-            self.follow(x, _way_before(equation, way))
-
-    def finished(self) -> _Plan:
-        plan = self.plan
-        plan.wholes.extend(self._ways.items())  # the jaxpr's arguments
-        plan.wholes[:] = [(x, way) for x, way in plan.wholes if way.sum in plan.added]
-        plan.skipped.update(index for index, to in self._leads_to.items() if to in plan.added)
-        return plan
-
-
-def _way_before(equation: Equation, way: _Way) -> _Way:
-    if equation.primitive.name == ADD_ANY:
-        return way
-    move = _Move(equation.primitive, equation.params, equation.outvars[0].aval)
-    return way._replace(moves=(move, *way.moves))
+        plan = self.of(jaxpr_of_call(equation), wanted)
+        return _Inside(plan, outside) if plan.added else None
 
 
 def _is_stack(equation: Equation, at: ResultAt, way: _Way) -> bool:
@@ -310,47 +272,49 @@ def _is_stack(equation: Equation, at: ResultAt, way: _Way) -> bool:
     scan = scan_of(equation)
     if scan is None or scan.body.effects or 2 * scan.options["unroll"] > scan.length:
         return False
-    return at >= scan.carries and _blocks(equation.outvars[at], way, scan) is not None
+    # The constraint is put on the whole sum, so no reshape or transpose may follow it.
+    placed = dropwhile(lambda move: move.primitive.name != CONSTRAINT, way.moves)
+    if at < scan.carries or any(move.primitive.name in REORDERS for move in placed):
+        return False
+    stack = equation.outvars[at].aval
+    part = jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype)
+    return jax.eval_shape(lambda x: _moved(x, way, scan.length), part) is not None
 
 
-def _blocks(stack: Atom, way: _Way, scan: Scan) -> list[_Block] | None:
-    """Returns the block of a trip in a stack, and one after each move of its way; None if a move makes pieces of it."""
-    shape, blocks = stack.aval.shape, [_Block(0, 1)]
-    for number, move in enumerate(way.moves):
-        # The constraint is put on the whole sum, so no reshape or transpose may follow it.
-        is_for_sum = all(x.name in _IN_PLACE for x in way.moves[number:])
-        after = _block_after(move, shape, blocks[-1], scan.length)
-        if after is None or (move.name == CONSTRAINT and not is_for_sum):
-            return None
-        blocks.append(after)
-        shape = move.type.shape
-    return blocks
+def _moved(part: jax.Array, way: _Way, length: int) -> tuple[jax.Array, int] | None:
+    """Returns a trip's slice of a stack as a slice of the sum, and its axis there; None if a move makes pieces of it.
+
+    Along this axis, the slices of all trips lie one behind the other.
+    """
+    part, axis = part[None], 0
+    for move in way.moves:
+        permutation = permutation_of(move)
+        if permutation is not None:
+            part, axis = lax.transpose(part, permutation), permutation.index(axis)
+        elif move.primitive.name in REORDERS:
+            new_axis = _axis_after(move, part, axis, length)
+            if new_axis is None:
+                return None
+            shape = [*move.type.shape]
+            shape[new_axis] //= length
+            part, axis = part.reshape(shape), new_axis
+        elif move.primitive.name == ROUNDING:
+            part = move.run(part)
+        else:
+            part = part.astype(move.type.dtype)
+    return part, axis
 
 
-def _block_after(move: _Move, shape: tuple[int, ...], block: _Block, length: int) -> _Block | None:
-    if move.name in _IN_PLACE:
-        return block
-    permutation = permutation_of(move)
-    if permutation is not None:
-        return block._replace(axis=permutation.index(block.axis))
-    if is_plain_reshape(move):
-        # A trip's elements stay one block if the product of the dimensions before its axis is unchanged.
-        before, new = math.prod(shape[: block.axis]), move.type.shape
-        for axis, n in enumerate(new):
-            if math.prod(new[:axis]) == before and n and n % length == 0:
-                return _Block(axis, n // length)
+def _axis_after(reshape: _Move, part: jax.Array, axis: int, length: int) -> int | None:
+    """Returns the axis of a trip's slice after a reshape, or None if the reshape makes pieces of it."""
+    if not is_plain_reshape(reshape):
+        return None
+    # The slice stays one block if the product of the dimensions before its axis is unchanged.
+    before, shape = math.prod(part.shape[:axis]), reshape.type.shape
+    for at, n in enumerate(shape):
+        if math.prod(shape[:at]) == before and n and n % length == 0:
+            return at
     return None
-
-
-def _slice_after(move: _Move, x: jax.Array, block: _Block) -> jax.Array:
-    """Returns a trip's slice after a move, which makes it this block."""
-    permutation = permutation_of(move)
-    if permutation is not None:
-        return lax.transpose(x, permutation)
-    if is_plain_reshape(move):
-        before, after = move.type.shape[: block.axis], move.type.shape[block.axis + 1 :]
-        return x.reshape(*before, block.width, *after)
-    return move.run(x) if move.name == ROUNDING else x.astype(move.type.dtype)
 
 
 class _Evaluation:
@@ -358,7 +322,7 @@ class _Evaluation:
 
     def __init__(self, add: Add) -> None:
         self._add = add
-        self._functions: dict[tuple[int, int], Function] = {}
+        self._functions: dict[int, Function] = {}
 
     def run(
         self, closed: Jaxpr, operands: Sequence[Leaf], plan: _Plan, sums: Sums
@@ -371,20 +335,20 @@ class _Evaluation:
         def value(x: Atom) -> Leaf:
             return values.get(x) if is_variable(x) else jnp.asarray(x.val, x.aval.dtype)
 
-        # 1. Run the equations: those that add one by one, and the others between them together.
-        plans: dict[Index, Any] = plan.scans | plan.calls
-        for index, part in _parts(jaxpr, plan):
-            if index is None:
-                returned = core.jaxpr_as_fun(part)(*map(value, part.jaxpr.invars))
-                values |= zip(part.jaxpr.outvars, returned, strict=True)
+        # 1. Run the equations that are on no way.
+        for index, equation in enumerate(jaxpr.eqns):
+            if index in plan.skipped:
                 continue
-            equation = jaxpr.eqns[index]
             given = [*map(value, equation.invars)]
-            run: Any = self._run_scan if index in plan.scans else self._run_call
-            with _names_of(equation):
-                returned, added = run(equation, given, plans[index], sums)
+            own = plan.adding.get(index)
+            if own is not None:
+                run: Any = self._run_call if isinstance(own, _Inside) else self._run_scan
+                with context_of(equation), _names_of(equation):
+                    returned, added = run(equation, given, own, sums)
+                sums |= added
+            else:
+                returned = [*run_equation(equation, given)]
             values |= zip(equation.outvars, returned, strict=True)
-            sums |= added
         # 2. Add the values that no scan adds.
         for x, way in plan.wholes:
             whole = value(x)
@@ -398,70 +362,58 @@ class _Evaluation:
     ) -> tuple[list[Leaf], Sums]:
         """Runs a jit or a checkpoint whose inner scans add."""
         # 1. Make the call again around the evaluation of its jaxpr, so that it stays a call in the program.
-        inner, plan = jaxpr_of_call(equation), call.plan
+        inner, plan, outside = jaxpr_of_call(equation), call.plan, call.numbers_outside
         run: Any = lambda operands, sums: self.run(inner, operands, plan, sums)  # noqa: E731
         # All calls of this jaxpr by this plan share one function.
         if is_plain_jit(equation):
             run.__name__ = name_of_jit(equation)
-            run = self._functions.setdefault((id(inner), id(plan)), jax.jit(run))
+            run = self._functions.setdefault(id(plan), jax.jit(run))
         elif prevents_cse(equation):  # as JAX does itself, or XLA would undo it
             operands = _behind_barriers(operands)
         # 2. Run it on its sums, which have other numbers inside.
-        outside = call.numbers_outside
         own = {inside: sums[outside[inside]] for inside in plan.added}
         returned, own = run(operands, own)
         return returned, {outside[inside]: total for inside, total in own.items()}
 
     def _run_scan(
-        self, equation: Equation, operands: Sequence[Leaf], stacks: dict[ResultAt, _Way], sums: Sums
+        self, equation: Equation, operands: Sequence[Leaf], stacks: _Ways, sums: Sums
     ) -> tuple[list[Leaf], Sums]:
         """Runs the scan with the sums beside its own carry. The stacks that it adds are not made."""
         scan = scan_of(equation)
         assert scan is not None
-        whole, count = scan.constants + scan.carries, len(equation.outvars)
+        length, whole = scan.length, scan.constants + scan.carries
         constants, carry = operands[: scan.constants], operands[scan.constants : whole]
         body = core.jaxpr_as_fun(scan.body)
-        others = [at for at in range(scan.carries, count) if at not in stacks]
-        blocks: dict[ResultAt, Any] = {
-            at: _blocks(equation.outvars[at], way, scan) for at, way in stacks.items()
-        }
 
         # 1. A trip runs the old body, adds its slice of each of these stacks, and returns its slices of the others.
         def trip(state: Any, given: Any) -> tuple[Any, Any]:
             (carry, sums), (i, slices) = state, given
             returned, sums = body(*constants, *carry, *slices), dict(sums)
             for at, way in stacks.items():
-                total, part = sums[way.sum], returned[at]
-                sums[way.sum] = self._with_slice(total, part, way, blocks[at], i)
-            return (returned[: scan.carries], sums), [returned[at] for at in others]
+                total = sums[way.sum]
+                sums[way.sum] = self._with_slice(total, returned[at], way, i, length)
+                returned[at] = None
+            return (returned[: scan.carries], sums), returned[scan.carries :]
 
         # 2. Scan, from the sums as they are sharded in the end.
         own = {way.sum: _constrained(sums[way.sum], way) for way in stacks.values()}
-        trips = jnp.arange(scan.length, dtype=jnp.int32)
+        trips = jnp.arange(length, dtype=jnp.int32)
         start, slices = ([*carry], own), (trips, [*operands[whole:]])
         (carry, own), stacked = lax.scan(trip, start, slices, **scan.options)
-        # 3. Return the results in their places, with None for those that are added.
-        kept = dict(zip(others, stacked, strict=True))
-        return [*carry, *map(kept.get, range(scan.carries, count))], own
+        return [*carry, *stacked], own
 
     def _with_slice(
-        self,
-        total: jax.Array,
-        part: jax.Array,
-        way: _Way,
-        blocks: Sequence[_Block],
-        trip: jax.Array,
+        self, total: jax.Array, part: jax.Array, way: _Way, trip: jax.Array, length: int
     ) -> jax.Array:
         """Returns a sum to which a trip's slice of a stack is added."""
-        # 1. Take the slice, with a first axis of 1, on its way to the sum.
-        part = part[None]
-        for move, after in zip(way.moves, blocks[1:], strict=True):
-            part = _slice_after(move, part, after)
-        # 2. Take the same slice of the sum, which may begin with more dimensions.
-        block, more = blocks[-1], total.ndim - part.ndim
-        start, axis = trip * block.width, block.axis + more
-        old = lax.dynamic_slice_in_dim(total, start, block.width, axis)
-        # 3. Add, and put it back.
+        # 1. Take the slice on its way to the sum, which may begin with more dimensions.
+        moved = _moved(part, way, length)
+        assert moved is not None  # `_is_stack` has asked for it
+        part, axis = moved
+        width, more = part.shape[axis], total.ndim - part.ndim
+        # 2. Take the same slice of the sum, add, and put it back.
+        start, axis = trip * width, axis + more
+        old = lax.dynamic_slice_in_dim(total, start, width, axis)
         new = self._add(old, lax.expand_dims(part, range(more)))
         return lax.dynamic_update_slice_in_dim(total, new, start, axis)
 
@@ -469,7 +421,7 @@ class _Evaluation:
 def _constrained(total: jax.Array, way: _Way) -> jax.Array:
     """Returns a sum with the sharding that the function wants for its result."""
     for move in way.moves:
-        if move.name == CONSTRAINT and total.ndim == move.type.ndim:
+        if move.primitive.name == CONSTRAINT and total.ndim == move.type.ndim:
             total = move.run(total)
     return total
 
@@ -480,44 +432,15 @@ def _behind_barriers(operands: Sequence[Leaf]) -> list[Leaf]:
     In JAX 0.10.2, the results of a shared barrier vary over the axes of all its operands
     (tests/programs/test_loops.py, "checkpoint_in_shard_map").
     """
-    places: dict[frozenset[Any], list[int]] = {}
-    for i, x in enumerate(operands):
-        places.setdefault(varying_axes(x), []).append(i)
-    behind: dict[int, Leaf] = {}
-    for alike in places.values():
+    behind, axes = [*operands], [*map(varying_axes, operands)]
+    for same in dict.fromkeys(axes):
+        alike = [i for i, own in enumerate(axes) if own == same]
         together = lax.optimization_barrier([operands[i] for i in alike])
-        behind |= zip(alike, together, strict=True)
-    return [behind[i] for i in range(len(operands))]
+        behind = replaced(behind, alike, together)
+    return behind
 
 
-def _parts(jaxpr: Jaxpr, plan: _Plan) -> Iterator[tuple[Index | None, Jaxpr]]:
-    """Yields the index of each equation that adds, and between them the other equations, as a closed jaxpr."""
-    # 1. Find where each value is read last, which tells the results of a part.
-    end = len(jaxpr.eqns)
-    last_read: dict[Atom, int] = {}
-    for index, equation in enumerate(jaxpr.eqns):
-        last_read |= dict.fromkeys(filter(is_variable, equation.invars), index)
-    kept = [*jaxpr.outvars, *(x for x, _ in plan.wholes)]
-    last_read |= dict.fromkeys(filter(is_variable, kept), end)
-
-    # 2. Collect equations up to one that adds. Leave out those that only lead to results that scans add.
-    plain: list[Equation] = []
-    for index in range(end + 1):
-        if index == end or index in plan.scans or index in plan.calls:
-            made = (x for equation in plain for x in equation.outvars)
-            results = [x for x in made if last_read.get(x, -1) >= index]
-            yield None, program_of(plain, read_by(plain), results)
-            if index < end:
-                yield index, None
-            plain = []
-        elif index not in plan.skipped:
-            plain.append(jaxpr.eqns[index])
-
-
-def _names_of(equation: Equation) -> ExitStack:
-    """Returns the context in which an equation was traced: its names in a profile, and settings such as its mesh."""
-    context = ExitStack()
-    if names := str(equation.source_info.name_stack):
-        context.enter_context(jax.named_scope(names))
-    context.enter_context(context_of(equation))
-    return context
+def _names_of(equation: Equation) -> AbstractContextManager[Any]:
+    """Returns the context with an equation's names in a profile."""
+    names = str(equation.source_info.name_stack)
+    return jax.named_scope(names) if names else nullcontext()

@@ -9,8 +9,9 @@ gradients came from.
 
 import os
 import warnings
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from typing import Any, TypeAlias
 
 import jax
 
@@ -44,13 +45,12 @@ def warn_of_lost_scatters(grads: PyTree) -> None:
     loses them. A program that runs on one of these GPUs makes it warn, too. In `shard_map` nothing is lost, unless XLA
     partitions the program over other axes.
     """
-    if _may_lose():
-        warn_if_lost(_equations_before(jax.tree.leaves(grads)))
+    warn_if_lost(_equations_before(jax.tree.leaves(grads)))
 
 
 def warn_if_lost(equations: Iterable[Equation]) -> None:
     """Warns, as above, if one of these equations is a loop that adds scatters up, or has such a loop inside."""
-    if _may_lose() and any(map(_LostSums().are_in, equations)):
+    if _may_lose() and _add_scatters_up(equations):
         _warned.append(True)
         warnings.warn(
             "XLA of JAX 0.10.1 to 0.11.2 may lose parts of these gradients on several GPUs. Install JAX 0.12 or "
@@ -80,74 +80,62 @@ def _equations_before(tracers: list[Leaf]) -> Iterator[Equation]:
             tracers.extend(equation.in_tracers)
 
 
+Summands: TypeAlias = list[set[Atom]]
+"""The summands of each result of a jaxpr, as far as they are known: its arguments, and `_SCATTER` for any scatter."""
+
 _SUMS = ADDS | COPIES | REORDERS
+_SCATTER = "a scatter"
 
 
-class _Summands(NamedTuple):
-    """The values that a result is a sum of, as far as they are known."""
+def _add_scatters_up(equations: Iterable[Equation]) -> bool:
+    """Returns whether an equation is a loop that adds scatters to what it carries, or has such a loop inside.
 
-    has_scatter: bool
-    arguments: set[Atom]  # of the jaxpr
+    It looks at a jaxpr once, also if several equations run it.
+    """
 
-
-class _LostSums:
-    """A search for loops that add scatters up. It looks at a jaxpr once, also if several equations run it."""
-
-    def __init__(self) -> None:
-        self._seen: set[int] = set()
-        self._known: dict[tuple[int, Atom], _Summands] = {}
-
-    def are_in(self, equation: Equation) -> bool:
-        """Returns whether an equation is a loop that adds scatters to what it carries, or has such a loop inside."""
+    def is_lost(equation: Equation) -> bool:
         if is_whole_shard_map(equation):  # XLA does not partition the loops inside
             return False
-        if self._adds_scatters_up(equation):
-            return True
-        new_jaxprs = [x for x in map(opened, jaxprs_in(equation)) if id(x) not in self._seen]
-        self._seen.update(map(id, new_jaxprs))
-        return any(self.are_in(x) for jaxpr in new_jaxprs for x in jaxpr.eqns)
-
-    def _adds_scatters_up(self, equation: Equation) -> bool:
         carry = carry_of(equation)
-        if carry is None:
-            return False
-        (body,) = map(opened, jaxprs_on_operands(equation))
-        # The results after the carries are stacks.
-        for old, new in zip(body.invars[carry], body.outvars, strict=False):
-            found = self._summands(body, new)
-            if found.has_scatter and old in found.arguments:
+        if carry is not None:
+            (body,) = map(opened, jaxprs_on_operands(equation))
+            # The results after the carries are stacks.
+            pairs = zip(body.invars[carry], summands_of(body), strict=False)
+            if any({old, _SCATTER} <= new for old, new in pairs):
                 return True
-        return False
+        return any(is_lost_in(opened(x)) for x in jaxprs_in(equation))
 
-    def _summands(self, jaxpr: Jaxpr, result: Atom) -> _Summands:
-        """Returns the summands of a result of an open jaxpr."""
-        if not is_variable(result):
-            return _Summands(False, set())
-        if (id(jaxpr), result) not in self._known:
-            self._known[id(jaxpr), result] = self._found(jaxpr, result)
-        return self._known[id(jaxpr), result]
+    @cache
+    def is_lost_in(jaxpr: Jaxpr) -> bool:
+        return any(map(is_lost, jaxpr.eqns))
 
-    def _found(self, jaxpr: Jaxpr, result: Atom) -> _Summands:
-        made = {x: equation for equation in jaxpr.eqns for x in equation.outvars}
-        waiting, seen, has_scatter, arguments = [result], set(), False, set()
-        while waiting:
-            x = waiting.pop()
-            if not is_variable(x) or x in seen:
-                continue
-            seen.add(x)
-            equation = made.get(x)
-            if equation is None:
-                arguments.add(x)
-                continue
-            inner = opened(jaxpr_of_call(equation))
-            if equation.primitive.name in SCATTER_ADDS:
-                has_scatter = True
-                waiting.append(equation.invars[0])  # the array that the scatter adds to
-            elif equation.primitive.name in _SUMS:
-                waiting.extend(equation.invars)
-            elif inner is not None:
-                found = self._summands(inner, inner.outvars[equation.outvars.index(x)])
-                has_scatter = has_scatter or found.has_scatter
-                operands = zip(inner.invars, equation.invars, strict=True)
-                waiting.extend(outer for own, outer in operands if own in found.arguments)
-        return _Summands(has_scatter, arguments)
+    @cache
+    def summands_of(jaxpr: Jaxpr) -> Summands:
+        return _summands(jaxpr, summands_of)
+
+    return any(map(is_lost, equations))
+
+
+def _summands(jaxpr: Jaxpr, summands_of: Callable[[Jaxpr], Summands]) -> Summands:
+    """Returns the summands of an open jaxpr. `summands_of` returns those of a jaxpr inside it."""
+    found = {x: {x} for x in jaxpr.invars}
+
+    def known(x: Atom) -> set[Atom]:
+        return found.get(x, set()) if is_variable(x) else set()
+
+    for equation in jaxpr.eqns:
+        name, inner = equation.primitive.name, opened(jaxpr_of_call(equation))
+        given = [*map(known, equation.invars)]
+        results: Summands = []
+        if name in SCATTER_ADDS:
+            # The first operand is the array that it adds to.
+            results = [given[0] | {_SCATTER}]
+        elif name in _SUMS:
+            results = [set().union(*given)]
+        elif inner is not None:
+            outside: Any = dict(zip(inner.invars, given, strict=True))
+            outside[_SCATTER] = {_SCATTER}
+            inside = summands_of(inner)
+            results = [set().union(*map(outside.get, own)) for own in inside]
+        found |= zip(equation.outvars, results, strict=False)
+    return [*map(known, jaxpr.outvars)]

@@ -9,8 +9,8 @@ parts of the sum. `unknown_true` hides this from XLA where the package itself ad
 loops of a traced function.
 """
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import jax
@@ -22,13 +22,12 @@ from jax.interpreters import mlir
 from shrewjax._programs.jaxprs import (
     LOOPS,
     SCATTER_ADDS,
-    Atom,
     Equation,
     Jaxpr,
     closed_jaxpr,
     context_of,
     is_jaxpr,
-    is_variable,
+    jaxprs_in,
     opened,
 )
 from shrewjax._programs.switch import naming_the_switch
@@ -53,68 +52,42 @@ def hide_scatters(jaxpr: Jaxpr) -> Jaxpr:
     It is the jaxpr itself if there is no scatter in a loop. It also looks into the jaxprs of calls, loops and
     conditionals.
     """
-    return _Hiding().of(jaxpr, in_loop=False)
 
-
-class _Hiding:
-    """A walk through a jaxpr and those inside it. One that several equations run is rebuilt once."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[int, bool], tuple[Jaxpr, Jaxpr]] = {}
-
-    def of(self, jaxpr: Jaxpr, in_loop: bool) -> Jaxpr:
-        """Returns an open or closed jaxpr with its scatters hidden, itself if it has none."""
-        key = id(jaxpr), in_loop
-        if key not in self._known:
-            # Kept with the jaxpr, because its id is free for others once it is gone.
-            self._known[key] = jaxpr, self._rebuilt(jaxpr, in_loop)
-        return self._known[key][1]
-
-    def _rebuilt(self, jaxpr: Jaxpr, in_loop: bool) -> Jaxpr:
+    @cache  # a jaxpr that several equations run is rebuilt once
+    def hidden(jaxpr: Jaxpr, in_loop: bool) -> Jaxpr:
         old = opened(jaxpr).eqns
-        new = [x for equation in old for x in self._equations(equation, in_loop)]
+        new = [x for equation in old for x in _hidden_in(equation, in_loop, hidden)]
         if all(x is y for x, y in zip(new, old, strict=False)):
             return jaxpr
         rebuilt = opened(jaxpr).replace(eqns=new)
         return rebuilt if opened(jaxpr) is jaxpr else closed_jaxpr(rebuilt, jaxpr.consts)
 
-    def _equations(self, equation: Equation, in_loop: bool) -> list[Equation]:
-        if in_loop and equation.primitive.name in SCATTER_ADDS:
-            return _selected(equation)
-        in_loop = in_loop or equation.primitive.name in LOOPS
-        params = {name: self._param(x, in_loop) for name, x in equation.params.items()}
-        is_same = all(params[name] is x for name, x in equation.params.items())
-        return [equation if is_same else equation.replace(params=params)]
+    return hidden(jaxpr, False)
 
-    def _param(self, value: Any, in_loop: bool) -> Any:
-        if is_jaxpr(value):
-            return self.of(value, in_loop)
-        if isinstance(value, tuple) and any(map(is_jaxpr, value)):
-            new = tuple(self._param(x, in_loop) for x in value)
-            if all(x is y for x, y in zip(new, value, strict=True)):
-                return value
-            # `custom_linear_solve` has a named one.
-            return type(value)._make(new) if hasattr(value, "_make") else new
-        return value
+
+def _hidden_in(
+    equation: Equation, in_loop: bool, hidden: Callable[[Jaxpr, bool], Jaxpr]
+) -> list[Equation]:
+    """Returns the equations in the place of one, itself if it has no scatter. `hidden` rebuilds the jaxprs inside."""
+    if in_loop and equation.primitive.name in SCATTER_ADDS:
+        return _selected(equation)
+
+    def new(x: Any) -> Any:
+        return hidden(x, in_loop or equation.primitive.name in LOOPS) if is_jaxpr(x) else x
+
+    if all(new(x) is x for x in jaxprs_in(equation)):
+        return [equation]
+    return [equation.replace(params=jax.tree.map(new, equation.params, is_leaf=is_jaxpr))]
 
 
 def _selected(scatter: Equation) -> list[Equation]:
     """Returns the equation of a scatter, and those that select its result."""
-    (result,) = scatter.outvars
-    hidden = core.Var(result.aval)
     # In its context, because JAX refuses a scatter of another mesh (tests/programs/test_scatters.py, "other_mesh").
     with context_of(scatter):
         kept = lambda x: lax.select(unknown_true(), x, jnp.full_like(x, -0.0))  # noqa: E731
-        select: Jaxpr = jax.make_jaxpr(kept)(result.aval).jaxpr
-    places = {select.invars[0]: hidden, select.outvars[0]: result}
-
-    def placed(atoms: Sequence[Atom]) -> list[Atom]:
-        return [places.get(x, x) if is_variable(x) else x for x in atoms]
-
-    return [
-        scatter.replace(outvars=[hidden]),
-        *(x.replace(invars=placed(x.invars), outvars=placed(x.outvars)) for x in select.eqns),
-    ]
+        select: Jaxpr = jax.make_jaxpr(kept)(scatter.outvars[0].aval).jaxpr
+    *before, last = select.eqns
+    return [scatter.replace(outvars=select.invars), *before, last.replace(outvars=scatter.outvars)]
 
 
 _unknown_true = core.Primitive("unknown_true")
@@ -132,13 +105,13 @@ def _is_for_one_device(context: Any) -> bool:
     return (getattr(axes, "num_devices", None) if mesh is None else mesh.size) == 1
 
 
-def _lowered(context: Any, *, hides: bool) -> Any:
-    """Returns the lowered value of `unknown_true`. `hides`: the platform may have an XLA that loses scatters."""
-    is_known = not hides or _is_for_one_device(context)
-    value = lambda: jnp.bool_(True) if is_known else lax.optimization_barrier(jnp.bool_(True))  # noqa: E731
-    return mlir.lower_fun(value, multiple_results=False)(context)
+def _lowered(context: Any) -> Any:
+    """Returns the lowered value of `unknown_true` for a platform that may have an XLA that loses scatters."""
+    hide = (lambda x: x) if _is_for_one_device(context) else lax.optimization_barrier
+    return mlir.lower_fun(lambda: hide(jnp.bool_(True)), multiple_results=False)(context)
 
 
-mlir.register_lowering(_unknown_true, partial(_lowered, hides=False))
+_known = mlir.lower_fun(lambda: jnp.bool_(True), multiple_results=False)
+mlir.register_lowering(_unknown_true, _known)
 for _platform in ("cuda", "rocm", "tpu"):
-    mlir.register_lowering(_unknown_true, partial(_lowered, hides=True), platform=_platform)
+    mlir.register_lowering(_unknown_true, _lowered, platform=_platform)

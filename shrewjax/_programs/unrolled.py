@@ -16,7 +16,8 @@ from shrewjax._programs.jaxprs import is_jit_disabled
 from shrewjax._programs.switch import are_passes_disabled
 
 _HOLDS_TURNS_APART = jax.version.__version_info__ >= (0, 12)
-_MOST_TURNS = 16  # a ResNet-18 compiles 3 times as long as in a loop with 8, and 12 times with 32
+# A ResNet-18 compiles 3 times as long as in a loop with 8, and 12 times with 32.
+_MOST_TURNS = 16
 
 
 def scan_in_order(turn: Function, start: PyTree, turns: int, *, has_convolutions: bool) -> PyTree:
