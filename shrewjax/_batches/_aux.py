@@ -131,7 +131,8 @@ class AuxLeaves:
             average, has_weight = self._window.finalize(sums.means)
             means = [nan_unless(has_weight, x) for x in average.gradients]
         names = self._of(self._names, *COMBINE)
-        others = combined_over(self._sum_over, names, sums.others)
+        # JAX 0.8 makes a collective of no arrays, too.
+        others = combined_over(self._sum_over, names, sums.others) if names else []
         # Put each leaf in its place.
         places = range(len(self._names))
         placed = dict(zip(self._of(places, "mean"), means, strict=True))

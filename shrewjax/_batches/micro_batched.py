@@ -229,7 +229,7 @@ class Division:
         if others:
             raise TypeError(
                 f"value_and_grad and micro_batched take no {', '.join(others)}. Leave it out. Or call "
-                "accumulated_value_and_grad, with a loss of each micro-batch"
+                "accumulated_value_and_grad, in which micro-batches have their own losses"
             )
         self.micro_batches = arguments.integer("micro_batches", micro_batches, at_least=1)
         self.has_aux, self.accumulator_dtype = has_aux, accumulator_dtype

@@ -319,7 +319,7 @@ def _numbers_of_examples(call: Call) -> set[int]:
             _require_no_key(call, leaf)
         if not shape:
             raise ValueError(
-                f"{name} must have a first axis of examples, got {x!r}. Pass it apart, and not in batch_argnums="
+                f"{name} must have a first axis of examples, got {x!r}. Pass it apart, not in batch_argnums="
             )
         if shape[0] % devices:
             raise ValueError(
