@@ -227,9 +227,6 @@ def weight(value: Argument, shapes: Shapes) -> Scalar:
     if not isinstance(number, jax.Array) and not is_weight(number):
         raise _wrong("weight", RANGE_OF_WEIGHTS, value)
     return number
-    if not is_weight(number):
-        raise ValueError(f"weight must be {RANGE_OF_WEIGHTS}, got {shown(value)}")
-    return number
 
 
 def inexact_dtype(name: str, value: Argument) -> DType:
@@ -298,17 +295,18 @@ def axes_by_leaf(given: Shardings, grads: PyTree) -> Axes | tuple[Axes, ...]:
         return given
     is_tracked = mapped_axes()[1]
 
-    def axes(path: KeyPath, leaf: Leaf) -> Axes:
+    def axes_of(path: KeyPath, leaf: Leaf) -> Axes:
         of_leaf = axis_names_of_leaf(given, path, leaf)
-        if is_tracked:
+        if is_tracked:  # types tell the axes, and only () overrules them
             return () if are_whole(of_leaf) else None
         if not isinstance(of_leaf, jax.P):
             return of_leaf
         names = (a for of_dimension in axes_by_dimension(of_leaf) for a in of_dimension)
+        # XLA reduces over axes that are not mapped.
         return tuple(a for a in names if is_bound(a) and a not in row_axes())
 
     leaves = jax.tree.leaves_with_path(grads)
-    return tuple(axes(*x) for x in leaves if is_gradient(array_leaf(*x)))
+    return tuple(axes_of(*x) for x in leaves if is_gradient(array_leaf(*x)))
 
 
 def axis_names_of_leaf(given: Shardings, path: KeyPath, leaf: Leaf) -> Axes | jax.P:

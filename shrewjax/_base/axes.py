@@ -148,6 +148,7 @@ def axes_to_reduce(arrays: Sequence[jax.Array], axes: Axes | list[Axes]) -> list
     """
     if axes == ():
         return [()] * len(arrays)
+    # Several entries, one for each array. The name of a mapped axis is never a tuple or None.
     if any(a is None or isinstance(a, tuple) for a in axes or ()):
         each: list[Any] = [*(axes or ())]
         by_type = axes_to_reduce(arrays, None) if None in each else [()] * len(arrays)

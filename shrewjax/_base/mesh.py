@@ -115,6 +115,7 @@ def partitioned_like(x: Leaf, like: Leaf) -> Leaf:
     if not hasattr(x, "dtype") or x.dtype == jax.dtypes.float0 or not explicit_axes(x):
         return x
     spec = _spec(like)
+    # One entry for each dimension, because a spec may have none for the last ones.
     current, wanted = ([*axes_by_dimension(s), *[()] * x.ndim][: x.ndim] for s in (_spec(x), spec))
     if current == wanted:
         return x
@@ -200,9 +201,11 @@ def _summed(x: Leaf) -> Leaf:
     if not isinstance(x, jax.Array):
         return x
     spec = _spec(x)
+    # On an Explicit mesh. `partitions` leaves out both marks, so that `reshard` sums.
     if getattr(spec, "unreduced", None) or getattr(spec, "reduced", None):
         mesh = type_of(x).sharding.mesh
         x = jax.sharding.reshard(x, jax.NamedSharding(mesh, jax.P(*partitions(spec))))
+    # Inside `shard_map`, the type says it.
     axis_type = getattr(jax.typeof(x), "manual_axis_type", None)
     mapped = getattr(axis_type, "unreduced", None)
     return lax.psum(x, tuple(mapped)) if mapped else x

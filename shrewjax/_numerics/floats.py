@@ -151,7 +151,7 @@ def factors_of_two(exponent: jax.Array, dtype: DType) -> tuple[jax.Array, jax.Ar
     """
     _, bias = float_format(dtype)
     first = jnp.clip(exponent, 1 - bias, bias)
-    # The second power of -bias is 0, for `EXPONENT_OF_ZERO`. The first is never 0, or x would vanish too soon.
+    # `power_of_two(-bias)` is 0, which `EXPONENT_OF_ZERO` needs. Only the second may be 0, or x would vanish too soon.
     return power_of_two(first, dtype), power_of_two(jnp.clip(exponent - first, -bias, bias), dtype)
 
 
@@ -198,14 +198,17 @@ EXPONENT_OF_ZERO = -(2**20)
 def to_extended(x: jax.Array) -> ExtendedFloat:
     """Returns x >= 0, exactly, subnormal numbers included."""
     fraction_bits, bias = float_format(x.dtype)
-    # The bits of a subnormal x are the integer x * 2**(bias + fraction_bits - 1). Arithmetic on x itself would flush it
-    # (XLA-18). `test_split_and_join_lose_nothing` holds this.
+    # 1. Take a subnormal x as an integer, which is normal. `correction` undoes the scale. Its bits are the integer x *
+    # 2**(bias + fraction_bits - 1). Arithmetic on x itself would flush it (XLA-18). `test_split_and_join_lose_nothing`
+    # holds this.
     as_integer = magnitude_bits(x)
     is_subnormal = as_integer < (1 << fraction_bits)
-    normal = jnp.where(is_subnormal, as_integer.astype(x.dtype), x)
+    not_subnormal = jnp.where(is_subnormal, as_integer.astype(x.dtype), x)
     correction = is_subnormal.astype(jnp.int32) * np.int32(1 - bias - fraction_bits)
-    exponent = jnp.where(jnp.isfinite(normal), exponent_of(normal), 0)
-    mantissa = times_power_of_two(normal, -exponent)
+    # 2. Split off the exponent. An infinity or a NaN stays the mantissa.
+    exponent = jnp.where(jnp.isfinite(not_subnormal), exponent_of(not_subnormal), 0)
+    mantissa = times_power_of_two(not_subnormal, -exponent)
+    # 3. Give zero its own exponent.
     return ExtendedFloat(
         mantissa, jnp.where(mantissa == 0, EXPONENT_OF_ZERO, exponent + correction)
     )

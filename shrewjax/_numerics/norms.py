@@ -227,7 +227,9 @@ def combine(norms: Sequence[ExtendedFloat], over: list[Axes]) -> ExtendedFloat:
 def _measure(
     leaves: Sequence[jax.Array], rescales_small: jax.Array | None, kind: _Kind
 ) -> list[ExtendedFloat]:
-    """Returns norms, joined. If `rescales_small` is False, a norm below the floor may be inexact, but stays below it.
+    """Returns norms, joined. `rescales_small` is None without a floor (`measure_units`).
+
+    If it is False, a norm below the floor may be inexact, but stays below it.
 
     =======  =================================================================================
     order    a norm is a root of a sum of powers
@@ -267,6 +269,7 @@ def _in_float64(leaves: Sequence[jax.Array], kind: _Kind) -> list[ExtendedFloat]
         sums = join(kind.sums(list(map(_as_float64, leaves))), kind.groups)
         totals = kind.totals(sums) + (sums if kind.by_leaf else [])
         norms = [to_extended(_ROOTS[kind.ord](total)) for total in totals]
+        # Rounded to float32, a mantissa may become 2, so it is split again.
         return [shifted(lax.convert_element_type(m, jnp.float32), e) for m, e in norms]
 
 
@@ -327,15 +330,17 @@ def _sums_of_scaled(
     kind: _Kind,
 ) -> list[jax.Array]:
     """Returns the sums of units, joined, of elements times the scale that brings an untrusted sum into range."""
-    # XLA-7: the compiler would square a scale that it knows, which gives 0 * inf for the zero of a leaf of one element
-    # (test_norms, "one element"). So the sum, which chooses it, is unknown.
-    choosers = _unknown(norm_sums if kind.is_global else unit_sums)
-    factors = [power_of_two(shift_into_range(total), total.dtype) for total in choosers]
+    # 1. Choose a power of two by each sum. The caller reads only those sums that it shifts. XLA-7: the compiler would
+    # square a scale that it knows, which gives 0 * inf for the zero of a leaf of one element (test_norms, "one
+    # element"). So the sum, which chooses it, is unknown.
+    deciding_sums = _unknown(norm_sums if kind.is_global else unit_sums)
+    factors = [power_of_two(shift_into_range(total), total.dtype) for total in deciding_sums]
     if kind.is_global:
-        # XLA-6: XLA:CPU materializes a scalar that leaves share, as an array of each leaf's size. So each leaf gets its
-        # own copy of the scalar: a clamp between equal bounds.
+        # 2. For a global norm there is one factor, which each leaf gets as a copy: a clamp between equal bounds. XLA-6:
+        # XLA:CPU materializes a scalar that leaves share, as an array of each leaf's size.
         (factor,) = factors
         factors = [lax.clamp(factor, sums, factor) for sums in unit_sums]
+    # 3. Scale the leaves, and sum again.
     scaled = []
     for x, factor, dims in zip(_unknown(leaves), factors, kind.unit_dims, strict=True):
         x = upcast(x, factor.dtype)

@@ -51,7 +51,7 @@ def leaf_sums(
 ) -> list[jax.Array]:
     """Returns the sum of each leaf's terms, an array of the leaf's shape, over its elements and devices.
 
-    If `axes` is a list, it has one entry per leaf. An entry overrides the leaf's type, and None means "use the type".
+    If `axes` has several entries, there is one per leaf. An entry overrides the leaf's type. None means "use the type".
     """
     unit_dims = [()] * len(terms) if unit_dims is None else unit_dims
     sums = [_sum(x, dims) for x, dims in zip(terms, unit_dims, strict=True)]

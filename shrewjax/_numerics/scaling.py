@@ -42,9 +42,9 @@ class ClipScale(NamedTuple):
 
 
 def as_limit(value: Scalar, like: ExtendedFloat | jax.Array) -> ExtendedFloat:
-    """Returns a threshold, or one for each norm, as a limit for norms, or for the norms of an array's slices.
+    """Returns a threshold, or an array of them, as an `ExtendedFloat`. A negative one counts as 0.
 
-    A negative one counts as 0.
+    `like` are the norms that it limits, or the array whose slices it limits.
     """
     dtype = sum_dtype(*jax.tree.leaves(like)[:1])
     if not isinstance(value, jax.Array):
@@ -140,13 +140,14 @@ def _scale_to_limit(norm: ExtendedFloat, limit: ExtendedFloat, applies: jax.Arra
     defined = jnp.isfinite(norm.mantissa) & ~jnp.isnan(limit.mantissa)
     # An infinite limit, which does not apply, would make derivatives NaN.
     bound = jnp.where(applies, limit.mantissa, 1)
-    # The ratio is between 1/2 and 2, so its product with 2**of_coarse, at least 2**(2 - bias), is normal. The rest of
-    # the exponent, halved so that 2**of_fine is normal, too, goes into `fine`. Both are at most 0: the norm is larger.
+    # 1. Divide the mantissas. Both are in [1, 2), so the ratio is between 1/2 and 2.
     ratio = bound / jnp.where(defined & (norm.mantissa > 0), norm.mantissa, 1)
+    # 2. Split the exponent, at most 0 because the norm is larger. Below `lowest`, half of the rest goes into `fine`.
     _, bias = float_format(dtype)
     lowest, exponent = 2 - bias, limit.exponent - norm.exponent
-    of_fine = jnp.clip((exponent - lowest) // 2, 1 - bias, 0)
-    of_coarse = jnp.clip(exponent - 2 * of_fine, lowest, 0)
-    product = ratio * power_of_two(of_coarse, dtype)
+    fine_exponent = jnp.clip((exponent - lowest) // 2, 1 - bias, 0)
+    coarse_exponent = jnp.clip(exponent - 2 * fine_exponent, lowest, 0)
+    # 3. The product is normal, because the exponent is at least 2 - bias.
+    product = ratio * power_of_two(coarse_exponent, dtype)
     coarse = jnp.where(applies, jnp.where(defined, product, jnp.nan), 1)
-    return ClipScale(coarse, power_of_two(of_fine, dtype))
+    return ClipScale(coarse, power_of_two(fine_exponent, dtype))

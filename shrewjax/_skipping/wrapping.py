@@ -82,21 +82,22 @@ class Step(NamedTuple):
         `what_changed` begins the error if it does not.
         """
 
-        # 1. Run it, and check that the state stays as it was.
+        # 1. Run it. Cast a widened float back, and check that structure, shapes and dtypes of the state stay.
         def run_in_place() -> Result:
             returned, new_state = run()
             requirement = f"{what_changed}: the structure must stay"
             remedy = ". If a restore made lists of tuples, give it tx.init(params) as the target"
             require_structure(new_state, self.state, requirement, remedy)
-            dtypes = {x.dtype for x in jax.tree.leaves(self.params) if hasattr(x, "dtype")}
-            new_state = jax.tree.map(partial(_in_dtype_of, dtypes), new_state, self.state)
+            of_params = {x.dtype for x in jax.tree.leaves(self.params) if hasattr(x, "dtype")}
+            new_state = jax.tree.map(partial(_in_dtype_of, of_params), new_state, self.state)
             check_unchanged(new_state, self.state, what_changed)
             return returned, jax.tree.map(partitioned_like, new_state, self.state)
 
         if self.runs is True:
             return run_in_place()
         # 2. Run it in a branch. Both branches have to return the same types. Zero updates are made with the updates'
-        # types. The old parameters and the old state keep their own types, so these are compared.
+        # types. The old parameters and the old state keep their own types, so these are compared. `run` is also traced
+        # to find its types and its collectives.
         ran_types = types_of(run_in_place)
         _require_agreement(self.runs, run)
         _check_devices(ran_types[1], self.state, "inner's state after a step")
@@ -225,9 +226,11 @@ def inner_transformation(inner: Argument) -> optax.GradientTransformationExtraAr
 def declared_arguments(tx: optax.GradientTransformation) -> tuple[set[str], bool]:
     """Returns which extra arguments `update` of the transformation, or of one inside it, declares.
 
-    The second says whether one may take any. Functions of Optax and of this package pass extra arguments on or ignore
-    them, and declare what follows `params`. Another function may take any if it has `**extra_args`. So may what it
-    makes for `optax.inject_hyperparams`. Factories of Optax call functions of Optax, which are among their globals.
+    The second says whether one of them may take any argument.
+
+    * A function of Optax or of this package passes extra arguments on. It declares what follows `params`.
+    * A user's function declares all its arguments. It may take any if it has `**extra_args`.
+    * A user's factory in `optax.inject_hyperparams` makes an unknown function. It may take any, also `value`.
     """
     names, takes_any = set[str](), False
     for x in _reachable(tx.update):
@@ -262,16 +265,18 @@ def _parts(x: Any) -> Iterable[Any]:
         case types.CodeType():
             return x.co_consts  # functions that it makes
         case types.FunctionType():
+            # Free variables come as a mapping by name. A case below knows those of `optax.inject_hyperparams`.
             free = zip(x.__code__.co_freevars, x.__closure__ or (), strict=True)
             return x.__code__, {k: c.cell_contents for k, c in free if c != _EMPTY}
         case types.MethodType():
             return x.__func__, getattr(x.__self__, "__dict__", {})
         case partial():
             return x.func, x.args, x.keywords
-        case {"inner_factory": factory}:  # of optax.inject_hyperparams
+        case {"inner_factory": factory}:  # the free variables of inject_hyperparams' update
             code: Any = getattr(factory, "__code__", None)
             if not _is_known(code):
                 return *x.values(), _UNKNOWN_FACTORY
+            # A factory of Optax calls functions of Optax, which are among its globals.
             named = map(factory.__globals__.get, code.co_names)
             return *x.values(), *filter(inspect.isfunction, named)
         case Mapping():
@@ -330,14 +335,15 @@ def _check_devices(new: PyTree, old: PyTree, what: str) -> None:
     jax.tree.map_with_path(check, new, old)
 
 
-def _in_dtype_of(own: set[DType], new: Leaf, old: Leaf) -> Leaf:
-    """Returns a state's float in the old dtype, if that has its range, or is one of the parameters' dtypes, `own`.
+def _in_dtype_of(of_params: set[DType], new: Leaf, old: Leaf) -> Leaf:
+    """Returns a state's float in the old dtype, if that has its range or is a parameter's dtype.
 
-    Hyperparameters or gradients in float32 widen a state in bfloat16. Without them, inner keeps its dtype.
+    Hyperparameters or gradients in float32 widen a state that has a narrower parameter's dtype. Without these, inner
+    itself would keep that dtype.
     """
     if not all(jnp.issubdtype(jnp.result_type(x), jnp.floating) for x in (new, old)):
         return new
-    fits = old.dtype in own or jnp.finfo(old.dtype).maxexp >= jnp.finfo(new.dtype).maxexp
+    fits = old.dtype in of_params or jnp.finfo(old.dtype).maxexp >= jnp.finfo(new.dtype).maxexp
     return new.astype(old.dtype) if fits else new
 
 

@@ -86,7 +86,7 @@ class Devices:
     def checked(
         self, grads: PyTree, weight: Scalar, value: Number | None, state: AnyState
     ) -> tuple[ArrayTree, jax.Array | None]:
-        """Returns a micro-batch's gradients and loss as arrays, those of a device with its row.
+        """Returns a micro-batch's gradients and loss as arrays. Inside `shard_map`, gradients get the axis of rows.
 
         Its weight is checked already. Raises unless all fit the state, and unless devices share weight and loss.
         """
@@ -96,23 +96,25 @@ class Devices:
         loss = None
         if value is not None:
             loss = jnp.asarray(arguments.value_of_loss(value, {(), like.shape}))
+        # Weight and loss may differ between devices only if each has its own window, whose sum then varies, too.
         if not self.axes:
             for name, x in {"weight": weight, "value": loss}.items():
                 if isinstance(x, jax.Array) and newly_varying(x, like):
                     require_replicated(name, x)
         return grads, loss
 
-    def is_nonfinite(self, grads: ArrayTree, is_kept: Flag, varies_like: jax.Array) -> jax.Array:
-        """Returns whether gradients that are kept contain a NaN or an infinity, on any device."""
+    def is_nonfinite(self, grads: ArrayTree, has_weight: Flag, varies_like: jax.Array) -> jax.Array:
+        """Returns whether gradients of a micro-batch with weight contain a NaN or an infinity, on any device."""
         leaves = jax.tree.leaves(grads)
         if self.axes:
             of_rows = ~all_finite(leaves, [()] * len(leaves), unit_dims=(0,))
-            return any_device(jnp.any(is_kept & of_rows), self.axes)
+            return any_device(jnp.any(has_weight & of_rows), self.axes)
         own_axes = self._own_axes(varies_like)
-        # Untracked types do not tell, so `sharded_over` does. Without it, () means a model on each device.
-        told = self.given if self.sharded_over is None else self.sharded_over
-        axes = axes_beside(leaves, own_axes) if own_axes else told
-        return is_kept & ~all_finite(leaves, axes)
+        # If each device has its own window, reduce over the other axes alone. Untracked types do not tell axes, so
+        # arguments do. Without `sharded_over`, `sum_over=()` means a model on each device.
+        by_arguments = self.given if self.sharded_over is None else self.sharded_over
+        axes = axes_beside(leaves, own_axes) if own_axes else by_arguments
+        return has_weight & ~all_finite(leaves, axes)
 
     def _own_axes(self, varies_like: jax.Array) -> AxisNames:
         """Returns, without `sum_over`, the axes over which a window's number varies: each device has its own window."""
@@ -136,7 +138,7 @@ class Devices:
     def total(
         self, numbers: Sequence[jax.Array], gradient_sum: ArrayTree
     ) -> tuple[list[jax.Array], ArrayTree]:
-        """Returns the sums of all devices, in one collective. Of numbers, each device has one, in its row.
+        """Returns the sums of all devices, in one collective. Each array of numbers has one in each device's row.
 
         The first is the weight, in whose dtype all are added.
         """
@@ -150,7 +152,7 @@ class Devices:
         return totals, whole
 
     def emptied(self, gradient_sum: ArrayTree, total: ArrayTree, average: ArrayTree) -> ArrayTree:
-        """Returns rows for the state of a closed window, whose values nobody reads. Reuses other arrays if it can."""
+        """Returns rows for the state of a closed window. Nobody reads their values, so other arrays can stand there."""
         # XLA-22: On CUDA and TPU, XLA would otherwise keep the rows beside these arrays, which costs memory of the
         # parameters' size. Inside `shard_map` a TPU would keep the total, too (tests/devices/test_accelerators.py,
         # "sends_gradients_once"), and outside of it an H100 the average (tests/devices/test_rows_compiled.py).
@@ -162,7 +164,7 @@ class Devices:
         axes = self.axes
         if not is_gradient(rows):
             return rows
-        if is_mapped(axes):
+        if is_mapped(axes):  # inside shard_map
             return as_varying(x[None], axes)
         copies = jnp.broadcast_to(x[None], rows.shape)
         if {*axes} <= explicit_axes(rows):

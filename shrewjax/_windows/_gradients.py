@@ -37,6 +37,7 @@ def require_structure_of(gradient_sum: PyTree, grads: PyTree) -> None:
     sums = jax.tree.leaves_with_path(gradient_sum, is_leaf=lambda x: x is None)
     without_sum = {path for path, total in sums if total is None}
 
+    # 0 stands for any leaf, because None has no leaf in a structure.
     def filled(path: KeyPath, grad: Leaf) -> Leaf:
         return 0 if grad is None and path not in without_sum else grad
 

@@ -225,10 +225,10 @@ def _add_and_run(
     grads = trees.gradient_arrays(step.make_gradients())
     flushes = arguments.flag("flush", inner_args.pop("flush", False))
     warn_of_lost_scatters(grads)
-    takes_value = value is not None
+    passes_loss = value is not None
     if isinstance(weight, float) and weight == 0:
         # A call that adds nothing, such as `flush`, needs no value. Inner gets the window's mean if it declares one.
-        takes_value |= "value" in declared_arguments(inner)[0]
+        passes_loss |= "value" in declared_arguments(inner)[0]
 
     # 2. Add the micro-batch.
     added = window.advance(state, grads, weight, value, flush=flushes, when_full=True)
@@ -236,18 +236,19 @@ def _add_and_run(
     # 3. Run inner if the window closes.
     like = window.devices.like_total(grads)
     inner_step = step._replace(state=state.inner_state, extra_args=inner_args)
-    run_inner = partial(_run_inner, inner, like, takes_value, inner_step)
+    run_inner = partial(_run_inner, inner, like, passes_loss, inner_step)
     if window.is_partial:
         returned, new_state = _run_on_total(window, added, inner_step, run_inner)
     else:
         returned, new_state = _run_on_average(window, added, run_inner)
+    # 4. Leaves without a sum get zero updates, or keep their parameters.
     return _with_integers(returned, like, state.gradient_sum, step), new_state
 
 
 def _run_inner(
     inner: optax.GradientTransformation,
     like: ArrayTree,
-    takes_value: bool,
+    passes_loss: bool,
     step: Step,
     gradients: ArrayTree,
     mean_loss: jax.Array,
@@ -255,14 +256,15 @@ def _run_inner(
 ) -> Result:
     """Runs inner on the window's average and mean loss. `step` is inner's step on the last micro-batch.
 
-    `gradients` are the average in the sums' dtypes. `like` has those of the call, whose dtypes the average gets.
+    `gradients` are the average in the sums' dtypes. `like` are the gradients of the call, which help to choose the
+    average's dtypes (`_as_gradients`).
     """
     # 1. The gradients are cast in the branch that needs them.
     params = trees.parameter_arrays(step.params)
     make_gradients = partial(_as_gradients, gradients, like, params)
     # 2. The loss and the gradient of a micro-batch give way to those of the window.
     extra_args = {**step.extra_args}
-    if takes_value:
+    if passes_loss:
         extra_args["value"] = mean_loss
     value_fn = extra_args.get("value_fn")
     if value_fn is not None and nodes_in(step.state, _LINE_SEARCHES):
@@ -302,7 +304,8 @@ def _run_on_average(window: Window, added: Advanced, run_inner: RunInner) -> Res
     state: AccumulateState = added.state
     runs = added.closes & added.has_weight
     applied = jnp.asarray(runs)
-    # Only the noise is measured in a branch, because the norm of the average takes a pass.
+    # Only the noise needs a branch, because its norm takes a pass. Other fields are computed in every call, and
+    # `after_average` selects them by `applied`.
     measures = runs if state.noise else True
     new = run_if(measures, lambda: measured(window.average(added)), lambda: measured(state))
     state = after_average(state, new, applied)
@@ -315,7 +318,8 @@ def _run_on_total(window: Window, added: Advanced, inner_step: Step, run_inner: 
 
     Two guards inside would otherwise branch three times, and each branch would take the total again.
     """
-    still_open: AccumulateState = added.state._replace(applied=jnp.zeros((), bool))
+    # The state if the window stays open, and what a closing one starts from.
+    with_micro_batch: AccumulateState = added.state._replace(applied=jnp.zeros((), bool))
 
     def total_and_run() -> Result:
         # 1. Take the total, and run inner.
@@ -328,14 +332,14 @@ def _run_on_total(window: Window, added: Advanced, inner_step: Step, run_inner: 
             ran = optax.tree.where(applied, ran, inner_step.skipped(ran[0]))
         # 3. Put the new state together.
         returned, inner_state = ran
-        state = after_average(still_open, measured(average), applied)
+        state = after_average(with_micro_batch, measured(average), applied)
         sums = window.devices.emptied(state.gradient_sum, average.total, average.gradients)
         state = state._replace(applied=applied, inner_state=inner_state, gradient_sum=sums)
         return returned, state
 
     # One branch returns all. If the window stays open, `run_or_skip` returns the step's state.
-    total_step = inner_step._replace(state=still_open, runs=added.closes)
-    return total_step.run_or_skip(total_and_run)
+    window_step = inner_step._replace(state=with_micro_batch, runs=added.closes)
+    return window_step.run_or_skip(total_and_run)
 
 
 def _as_gradients(
@@ -343,8 +347,8 @@ def _as_gradients(
 ) -> optax.Updates:
     """Returns averaged gradients in the wider dtype of gradient and parameter.
 
-    A gradient of None leaves the wider of sum and parameter. Under strict promotion, where JAX refuses to add two
-    dtypes, it leaves the parameter's. In a narrower one, such as float16, Adam's squares would leave the range.
+    For a gradient of None, that is the wider dtype of sum and parameter. Under strict promotion, where JAX refuses to add
+    two dtypes, it is the parameter's. In a narrower one, such as float16, Adam's squares would leave the range.
     """
     is_strict = jax.config.jax_numpy_dtype_promotion == "strict"
 
@@ -357,6 +361,7 @@ def _as_gradients(
         if grad is None and not is_strict:
             given.append(x)
         target = floats.wider_dtype(*filter(is_gradient, given))
+        # An earlier micro-batch may have been complex (tests/windows/test_accumulate.py, "closes_a_complex_window").
         if floats.is_complex(x) and target.kind != "c":
             return x
         return x.astype(target)
@@ -387,6 +392,7 @@ def _with_integers(
             return old
         if grad is not None:
             return _zero_like(grad)
+        # Without parameters, `new` is what inner returned, which may be None or another node without leaves.
         return jax.tree.map(_zero_like, new if old is None else jnp.asarray(old))
 
     if step.params is None:

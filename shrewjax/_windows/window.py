@@ -181,7 +181,8 @@ class Window:
         if when_full:
             is_closing = self._is_closing(flush, state.windows, micro_step, is_step)
 
-        # 4. Does it have a weight, and is it not discarded? A weight that is known while tracing cannot sum up to 0.
+        # 4. Does it have a weight, and is it not discarded? `is_closing` resets the counters. `closes` says that the
+        # window also passes on an average. If `is_kept` is known, the weight is a positive number, and so is the sum.
         has_weight: Flag = True if is_kept is True else sum_of_weights != 0
         closes: Flag = is_closing
         if self.nonfinite == "drop_window" or isinstance(is_closing, jax.Array):
@@ -190,7 +191,8 @@ class Window:
             # which is -1 of a 0 that another wrapper made of the flag (tests/promises/test_compatibility.py).
             closes = is_closing & jnp.logical_not(window_bad)
 
-        # 5. Update each leaf in one pass, which also divides if the window is closing. Then add the loss and the noise.
+        # 5. Update each leaf in one pass, which also divides if the window is closing. Then add the loss, which
+        # `average` divides, and the noise.
         scale = self._scale(is_closing, sum_of_weights, has_weight)
         is_first = state.micro_step == 0
         factor = self._factor(weight, sum_of_weights)
@@ -336,7 +338,7 @@ class Window:
     def average(self, added: Advanced, *, is_divided: bool = True) -> Average:
         """Returns what a closing window passes on. Takes the total of partial sums, in one collective.
 
-        It divides the loss, and this total. `is_divided` says that `advance` has divided all other sums.
+        It divides the loss and this total. Other gradients are divided already, unless `is_divided` is False.
         """
         whole = self._total(added) if self.is_partial else added
         gradients = total = whole.state.gradient_sum
@@ -363,7 +365,7 @@ class Window:
         """Returns `added` with totals in the places of partial sums."""
         noise = added.state.noise
         numbers = [added.sum_of_weights, added.state.value_sum]
-        if noise:
+        if noise:  # one array for each scale, because the last axis numbers the scales
             numbers += [noise.kept, *jnp.moveaxis(noise.square_sums, -1, 0)]
         (sum_of_weights, value_sum, *of_noise), gradient_sum = self.devices.total(
             numbers, added.state.gradient_sum
@@ -378,9 +380,9 @@ class Window:
 def _with_weight(sum_of_weights: jax.Array, weight: Scalar, is_kept: Flag) -> jax.Array:
     """Returns the window's weight with that of a micro-batch, if this is kept.
 
-    An array may have a weight that Python numbers may not have. It adds NaN, and so the average is NaN. Gradients are
-    multiplied by the weight itself, because a select in their factor keeps XLA on CUDA from moving an all-reduce out of
-    a loop (tests/devices/test_accelerators.py, "once_after_the_loop").
+    An array's value is not checked before. A weight out of range adds NaN here, and so the average is NaN. `_factor`
+    returns the weight itself, because a select in the factor keeps XLA on CUDA from moving an all-reduce out of a loop
+    (tests/devices/test_accelerators.py, "once_after_the_loop").
     """
     own = jnp.asarray(weight).astype(sum_of_weights.dtype)
     kept = jnp.where(is_kept, own, jnp.zeros((), own.dtype))
@@ -401,17 +403,19 @@ def _advance_leaf(
 ) -> jax.Array:
     """Returns (total + factor * grad) * scale, in one read and one write.
 
-    A first gradient replaces the old total, because to clear it at the close costs a copy on XLA:CPU (XLA-16). There is
-    no `grad` if the caller passed None, at a close, and if a loop has added the gradient already.
+    A first gradient replaces the old total, because to clear it at the close costs a copy on XLA:CPU (XLA-16). `grad`
+    is None if the caller passed None, if the call only closes the window, or if a loop has added the gradient already.
     """
     if not is_gradient(total):
         return total
     if isinstance(is_kept, jax.Array):
         is_kept = expand_like(is_kept, total)
+    # 1. Without a gradient, the sum stays, or a new window begins with zeros.
     if grad is None or is_kept is False:
         if is_first is not False:
             total = jnp.where(is_first, jnp.zeros_like(total), total)
     else:
+        # 2. Multiply the gradient.
         grad = partitioned_like(grad, total)
         if factor is not None:
             dtype = floats.sum_dtype(total)
@@ -419,13 +423,16 @@ def _advance_leaf(
             grad = floats.mul_real(floats.upcast(grad, dtype), factor)
         grad = grad.astype(total.dtype)
         if is_kept is not True:
+            # 3. If it is not kept, put -0.0 in its place.
             # Select, because multiplying by a weight of 0 would not discard an infinity: 0 * inf is NaN
             # (tests/windows/test_window.py, "micro_batch_of_weight_zero"). XLA-24: select before adding,
             # because on CUDA and TPU XLA otherwise leaves the all-reduce of a gradient inside a loop.
             # XLA-31: -0.0, because XLA merges +0.0 with the zeros from which a backward pass starts its sums, and then
             # copies a tree in each micro-batch. A sum with -0.0 has the same bits.
             grad = jnp.where(is_kept, grad, jnp.full_like(total, -0.0))
+        # 4. Add it. The window's first one replaces the old sum.
         total = total + grad if is_first is False else jnp.where(is_first, grad, total + grad)
+    # 5. Divide if the window is closing.
     return total if scale is None else _scaled(total, scale)
 
 

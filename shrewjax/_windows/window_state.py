@@ -105,7 +105,7 @@ def metrics_of_window(state: AnyState) -> Metrics:
 
 
 def measured(source: AnyState) -> Metrics:
-    """Returns the fields of a state that each average replaces, of a state or of an average."""
+    """Returns the fields that each average replaces. `source` is a state or an `Average`, which have the same names."""
     return fields(source, "loss", "weight", "noise")
 
 
