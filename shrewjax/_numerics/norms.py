@@ -44,7 +44,7 @@ from jax import lax
 
 from shrewjax._base.axes import UnitDims, UnitSharding, axes_beside
 from shrewjax._base.branches import run_if
-from shrewjax._base.types import Axes, AxisNames, Tree
+from shrewjax._base.types import Axes, AxisNames, DType, Tree
 from shrewjax._numerics.floats import (
     EXPONENT_OF_ZERO,
     ExtendedFloat,
@@ -375,59 +375,76 @@ def _power(x: jax.Array, p: float) -> jax.Array:
 def _by_maximum(leaves: Sequence[jax.Array], kind: _Kind) -> ExtendedFloat:
     """Returns norms of any order p >= 1, relative to the largest magnitude of a leaf, or of all for a global norm.
 
-    1. Find the largest magnitude. Of complex leaves, first find the largest part: relative to it, moduli stay in range.
-    2. Add up (|x| / largest)**p, in another pass. The norm is the largest times the root of the sum.
+    1. Find the largest magnitude.
+    2. Add up (|x| / largest)**p, in a second pass. The norm is the largest times the root of the sum.
     3. If an element is infinite or NaN, so is the largest, and that is the norm.
     """
-    p, dtype = kind.ord, sum_dtype(*leaves)
-
-    def largest_of(arrays: Sequence[jax.Array]) -> ExtendedFloat:
-        """Returns a vector: for each leaf, the largest number of the leaf or of all."""
-        # XLA-29: without the barrier, XLA would not flush subnormal numbers that it knows.
-        keys = jnp.concatenate(_unknown(leaf_maxima(magnitude_key, arrays, axes=kind.axes)))
-        if kind.is_global:
-            keys = jnp.full_like(keys, jnp.max(keys))
-        return to_extended(lax.bitcast_convert_type(keys, dtype))
-
-    def relative(arrays: Sequence[jax.Array], parts: Sequence[jax.Array]) -> list[jax.Array]:
-        """Returns the magnitudes of each leaf's elements times its scale, which has several parts."""
-        scales = zip(*map(scalars, parts), strict=True)
-        return [lax.abs(mul_real(x, *scale)) for x, scale in zip(arrays, scales, strict=True)]
-
     # 1
-    numbers, shift = [upcast(x, dtype) for x in leaves], jnp.zeros((), jnp.int32)
-    largest = largest_of(numbers)
-    if any(map(is_complex, leaves)):
-        shift = jnp.where(largest.mantissa > 0, largest.exponent, 0)
-        numbers = relative(numbers, factors_of_two(-shift, dtype))
-        largest = largest_of(numbers)
+    p, dtype = kind.ord, sum_dtype(*leaves)
+    largest = _largest(leaves, dtype, kind.axes)
+    if kind.is_global:
+        exponent = jnp.max(largest.exponent)
+        heights = times_power_of_two(largest.mantissa, largest.exponent - exponent)
+        largest = shifted(jnp.full_like(heights, jnp.max(heights)), exponent)
 
     # 2
     mantissa = largest.mantissa
     if p < math.inf:
-        first, second, divisor = _scale_to_one(largest)
-        powers = [x**p for x in relative(numbers, (first, second, 1 / divisor))]
-        sums = jnp.stack(leaf_sums(powers, axes=kind.axes))
+        each = zip(leaves, *map(scalars, _scale_to_one(largest)), strict=True)
+        relative = [
+            lax.abs(mul_real(upcast(x, dtype), first, second, 1 / divisor))
+            for x, first, second, divisor in each
+        ]
+        sums = jnp.stack(leaf_sums([x**p for x in relative], axes=kind.axes))
         sums = jnp.full_like(sums, _ordered_sum(sums)) if kind.is_global else sums
         mantissa = mantissa * sums ** (1 / p)
 
     # 3
     mantissa = jnp.where(jnp.isfinite(largest.mantissa), mantissa, largest.mantissa)
-    norms = shifted(mantissa, largest.exponent + shift)
+    norms = shifted(mantissa, largest.exponent)
     return ExtendedFloat(*(part[0] for part in norms)) if kind.is_global else norms
 
 
-def magnitude_key(x: jax.Array) -> tuple[jax.Array]:
+def _largest(leaves: Sequence[jax.Array], dtype: DType, axes: Axes | list[Axes]) -> ExtendedFloat:
+    """Returns the largest magnitude of each leaf, as a vector."""
+    # XLA-29: the barriers hide numbers that XLA knows. It would not flush their subnormal parts, moduli and norms.
+    hidden = [_unknown(x) if is_complex(x) else x for x in leaves]
+    keys = _unknown(leaf_maxima(magnitude_key, [upcast(x, dtype) for x in hidden], axes=axes))
+    # The first key of a complex leaf is of half the moduli, so 1 is added to the exponent. The last is of moduli times
+    # 2**_GROWN_BY, which is subtracted. A real leaf has one key, which is both.
+    firsts = jnp.concatenate([key[:1] for key in keys])
+    largest = lax.bitcast_convert_type(firsts, dtype)
+    mantissas, exponents = to_extended(largest)
+    are_complex = np.asarray([is_complex(x) for x in leaves])
+    if not are_complex.any():
+        return ExtendedFloat(mantissas, exponents)
+    grown = to_extended(
+        lax.bitcast_convert_type(jnp.concatenate([key[-1:] for key in keys]), dtype)
+    )
+    is_small = are_complex & (exponents < -_GROWN_BY)
+    return ExtendedFloat(
+        jnp.where(is_small, grown.mantissa, mantissas),
+        jnp.where(is_small, grown.exponent - _GROWN_BY, exponents + are_complex.astype(np.int32)),
+    )
+
+
+_GROWN_BY = 64  # the exponent of the scale of small moduli
+
+
+def magnitude_key(x: jax.Array) -> tuple[jax.Array, ...]:
     """Returns the bits of magnitudes, by which `leaf_maxima` finds the largest; a NaN counts as larger than all others.
 
-    A complex number counts with its larger part, because a modulus can leave the range. Bits are compared because
-    XLA:CPU's maximum of floats loses a NaN (XLA-10). Integers are their own keys.
+    Those of a complex leaf are of half the moduli, because a modulus can leave the range, and of moduli times 2**64,
+    because half of a small one can be flushed. Bits are compared because XLA:CPU's maximum of floats loses a NaN
+    (XLA-10). Integers are their own keys.
     """
     if jnp.issubdtype(x.dtype, jnp.integer):
         return (x,)
-    if is_complex(x):
-        return (jnp.maximum(magnitude_bits(x.real), magnitude_bits(x.imag)),)
-    return (magnitude_bits(x),)
+    if not is_complex(x):
+        return (magnitude_bits(x),)
+    scales = (0.5, 2.0**_GROWN_BY)
+    moduli = [lax.abs(mul_real(x, jnp.asarray(scale, x.real.dtype))) for scale in scales]
+    return tuple(map(magnitude_bits, moduli))
 
 
 class _ScaleToOne(NamedTuple):
