@@ -347,8 +347,8 @@ def _as_gradients(
 ) -> optax.Updates:
     """Returns averaged gradients in the wider dtype of gradient and parameter.
 
-    For a gradient of None, that is the wider dtype of sum and parameter. Under strict promotion, where JAX refuses to add
-    two dtypes, it is the parameter's. In a narrower one, such as float16, Adam's squares would leave the range.
+    For a gradient of None, that is the wider dtype of sum and parameter. Under strict promotion, where JAX refuses to
+    add two dtypes, it is the parameter's. In a narrower one, such as float16, Adam's squares would leave the range.
     """
     is_strict = jax.config.jax_numpy_dtype_promotion == "strict"
 
