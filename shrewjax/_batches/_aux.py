@@ -73,18 +73,19 @@ class AuxLeaves:
         has_axis = any(x.shape for x in self._of(self._like, "mean"))
         whole = None
         if has_axis or (is_joined and self._of(self._like, "last", "stack")):
-            # `fun` may take no other number of examples, so that no other shape is known.
+            # `fun` may take no other number of examples, so that no other shape is known. Then no axis differs from a
+            # micro-batch's, and `_axis_to_join` raises.
             with suppress(Exception):
                 whole = jax.eval_shape(of_whole_batch)
         both = whole, self._overwritten
-        is_known = jax.tree.structure(both) == self._structure
-        of_whole = jax.tree.leaves(both) if is_known else self._like
+        has_shapes = jax.tree.structure(both) == self._structure
+        of_whole = jax.tree.leaves(both) if has_shapes else self._like
         each = zip(self._paths, self._like, of_whole, self._names, strict=True)
         for at, (path, x, large, name) in enumerate(each):
             if name == "mean":
                 _check_mean(path, x, large, self._size)
             elif is_joined and name in OWN:
-                self._joined[at] = _axis_to_join(path, name, x, large, is_known)
+                self._joined[at] = _axis_to_join(path, name, x, large, has_shapes)
 
     def _of(self, leaves: Sequence[Leaf], *names: str) -> list[Leaf]:
         return [x for x, name in zip(leaves, self._names, strict=True) if name in names]
@@ -94,7 +95,8 @@ class AuxLeaves:
         # `Window.init` adds the axes of `sum_over`, and refuses leaves that have them.
         means = [_empty("mean", x, without=self._sum_over) for x in averaged]
         pairs = zip(self._names, self._like, strict=True)
-        others = [self._varying(name, _empty(name, x)) for name, x in pairs if name in COMBINE]
+        combined = [(name, _empty(name, x)) for name, x in pairs if name in COMBINE]
+        others = [self._varying(*x) for x in combined]
         return AuxSums(self._window.init(means), others)
 
     def _varying(self, name: str, x: jax.Array) -> jax.Array:

@@ -13,7 +13,8 @@ from shrewjax._base.types import KeyPath, Leaf, PyTree
 
 def separated(tree: PyTree) -> tuple[PyTree, list[Leaf]]:
     """Returns a tree with None for each leaf that is overwritten, and a list of those leaves."""
-    rest = jax.tree.map_with_path(lambda path, x: None if is_overwritten(path) else x, tree)
+    kept = lambda path, x: None if is_overwritten(path) else x  # noqa: E731
+    rest = jax.tree.map_with_path(kept, tree)
     with_paths = jax.tree.leaves_with_path(tree)
     return rest, [x for path, x in with_paths if is_overwritten(path)]
 

@@ -321,13 +321,13 @@ def _check_weight_fn(weight_fn: Any, reduction: str, skip_empty: bool) -> None:
 def sums_over_turns(turn: Function, params: PyTree, count: int, window: Window) -> PyTree:
     """Runs `turn(i, params)` for each micro-batch i of `count`. Returns its `((loss, aux), gradients)`.
 
-    Loss, gradients and the first half of the aux are added up, and the second half is stacked. The only examples here
-    are the turns' numbers, one for each.
+    Loss, gradients and the first half of the aux are added up, and the second half is stacked. A turn's number is its
+    only example, in an array of shape (1, count). `turn` takes its gradients itself.
     """
-    numbers = {"batch_argnums": (0,), "argnums": (1,)}
+    roles = {"batch_argnums": (0,), "argnums": (1,)}
     examples = {0: jnp.arange(count, dtype=jnp.int32)[None]}
     own = jax.tree.map(lambda x: as_varying(x, window.axes or ()), params)
-    batch = Batch(((), own), numbers, {1: own}, examples, count)
+    batch = Batch(((), own), roles, params={1: own}, examples=examples, divisor=count)
 
     def of_one(i: jax.Array, params: PyTree) -> tuple[PyTree, PyTree]:
         (value, aux), grads = turn(i[0], params)
@@ -449,7 +449,8 @@ def _checked(
     batch, like, sum_over = loss.batch, traced.result_types, loss.window.axes
     if batch.devices and {*loss.axes} & traced.constrained_axes():
         # JAX raises as late as it lowers the program. `on_each_device` adds the remedies.
-        raise ValueError(f"fun constrains an array to mesh axes in sum_over={sum_over!r}")
+        what = f"mesh axes in sum_over={sum_over!r}"
+        raise ValueError(f"fun constrains an array to {what}")
     own_axes = _own_axes(like.to_average.value, params, sum_over)
     loss.check_weight(carried)
     if carried:
@@ -563,7 +564,7 @@ class _Loop(NamedTuple):
         like = self.traced.result_types
         zero = jnp.zeros((), like.to_average.value.dtype)
         empty = self.loss.window.init(_LossAndGradients(zero, summed(params)))
-        # The loss is summed beside the gradients. `accumulator_dtype` is for these alone.
+        # The loss is summed beside the gradients. `accumulator_dtype` is for these alone, so another window makes zero.
         of_value = Window(sum_over=self.loss.window.axes).init(zero).gradient_sum
         sums = empty.gradient_sum._replace(value=of_value)
         state = _LoopState(empty._replace(gradient_sum=sums), self.aux.init(), carried)
@@ -631,7 +632,7 @@ class _Loop(NamedTuple):
             return self.traced(i, state.carried), state.window_state
         sums = state.window_state.gradient_sum
         leaves, structure = jax.tree.flatten(sums.gradients)
-        # Places among all results.
+        # For each gradient, its number among the results of the traced program.
         places = jax.tree.leaves(self.traced.numbers.to_average.gradients)
         by_place = dict(zip(places, leaves, strict=True))
         add = self.loss.window.adder_in_loop(state.window_state, weight)

@@ -22,7 +22,7 @@ from shrewjax._base.axes import as_varying, varying_axes
 from shrewjax._base.mesh import explicit_axes
 from shrewjax._base.types import Function, Leaf, PyTree
 from shrewjax._batches.divided import Divided, Frontier, Pass, as_declared
-from shrewjax._division.kinds import Step, Var, made_by
+from shrewjax._division.kinds import Step, Var, names_made
 from shrewjax._division.micro_batch import function_of_steps
 from shrewjax._division.report import described
 from shrewjax._numerics.reductions import combined_over
@@ -38,7 +38,7 @@ class Run:
     """A divided program on operands.
 
     Attributes:
-      arguments: the values of the arguments that are free.
+      free_arguments: the values of the arguments that are free.
       data: all values that are not free, and known before the loops.
       frontier: the names of what the loops return.
     """
@@ -47,9 +47,9 @@ class Run:
         self.divided, self.plan = divided, divided.plan
         program = divided.program
         given = dict(zip(program.arguments, operands, strict=True))
-        self.arguments = [given.pop(x) for x in divided.arguments]
+        self.free_arguments = [given.pop(x) for x in divided.free_arguments]
         known = given | program.constants
-        before = made_by(self.plan.before)
+        before = names_made(self.plan.before)
         made = _made(self.plan.before, known, before)
         self.data = known | dict(zip(before, made, strict=True))
         self.frontier = Frontier.of(self.plan.frontier, program.has_derivative)
@@ -57,33 +57,33 @@ class Run:
 
     # Results, and derivatives.
 
-    def value(self, run: Function = operator.call) -> tuple[list[Leaf], list[Leaf]]:
+    def value(self, apply: Function = operator.call) -> tuple[list[Leaf], list[Leaf]]:
         """Returns the results, and the frontier. With `run_by_rules`, as for a derivative."""
-        free = run(self._free, self.arguments)
-        _, made = self._pass(self.frontier, free, run=run)
+        free = apply(self._with_once, self.free_arguments)
+        _, made = self._pass(self.frontier, free, apply=apply)
         smooth, after = self._after(self.frontier, made, prints=True)
-        return run(after, smooth, free), made
+        return apply(after, smooth, free), made
 
     def value_and_grad(self) -> tuple[list[Leaf], list[Leaf]]:
         """Returns the results, and the gradients of the first one."""
-        free, pull_once = jax.vjp(self._free, self.arguments)
+        free, pull_once = jax.vjp(self._with_once, self.free_arguments)
         # 1. Differentiate what the result depends on. A cotangent of zero could make a NaN of other values.
         names = self.frontier.all
         zeros = [zeros_of(x.aval) for x in names]
         first = partial(self._first, self.frontier, free)
-        used = {*itertools.compress(names, jaxprs.reads(first, zeros))}
-        differentiated = used.intersection(self.frontier.smooth)
+        read_by_first = {*itertools.compress(names, jaxprs.reads(first, zeros))}
+        differentiated = read_by_first.intersection(self.frontier.smooth)
         frontier = Frontier.of(names, lambda x: x in differentiated)
-        # 2. One pass, if cotangents do not depend on the frontier: then they are those at zeros. An operation of
-        # `after` that prints and computes would print these zeros, so it takes two passes.
+        # 2. Ask whether the cotangents read the frontier. If not, any frontier gives them, such as zeros, and one pass
+        # does. An operation of `after` that prints and computes would print these zeros, so it takes two passes.
         any_values = [zeros_of(x.aval) for x in frontier.all]
         cotangents = partial(self._cotangents_of_first, frontier, free)
         computes = [x.equation for x in self.plan.after if not x.only_prints]
         prints = any(map(jaxprs.prints, computes))
         is_one_pass = not prints and not any(jaxprs.reads(cotangents, any_values))
         self._passes = "one pass" if is_one_pass else "two passes"
-        known = cotangents(any_values) if is_one_pass else None
-        grads, made = self._pass(frontier, free, known, run=run_by_rules)
+        early = cotangents(any_values) if is_one_pass else None
+        grads, made = self._pass(frontier, free, early, apply=run_by_rules)
         # 3. Compute the results, and the gradients by the frontier and by what is free.
         smooth, after = self._after(frontier, made, prints=True)
 
@@ -100,7 +100,7 @@ class Run:
 
     def cotangents(self, made: list[Leaf], of_results: list[Leaf]) -> list[Leaf]:
         """Returns the cotangents of the free arguments for those of the results. `made` is the frontier."""
-        free, pull_once = jax.vjp(self._free, self.arguments)
+        free, pull_once = jax.vjp(self._with_once, self.free_arguments)
         smooth, after = self._after(self.frontier, made)
         _, pull = jax.vjp(after, smooth, free)
         of_frontier, of_free = pull(of_results)
@@ -128,7 +128,7 @@ class Run:
             return summed_like(grads[x], beside).astype(beside.dtype) + beside
 
         total = [*map(both, self.divided.free, of_free)]
-        return [*map(as_declared, self.divided.arguments, pull_once(total)[0])]
+        return [*map(as_declared, self.divided.free_arguments, pull_once(total)[0])]
 
     def described(self) -> str:
         """Returns the text of `print_micro_batches`, after a derivative was taken."""
@@ -139,9 +139,9 @@ class Run:
 
     # The parts.
 
-    def _free(self, arguments: list[Leaf]) -> list[Leaf]:
+    def _with_once(self, arguments: list[Leaf]) -> list[Leaf]:
         """Returns the free arguments, and what runs once of them."""
-        names = self.divided.arguments
+        names = self.divided.free_arguments
         known = self.data | dict(zip(names, arguments, strict=True))
         made = _made(self.plan.once, known, self.divided.free[len(names) :])
         return [*arguments, *made]

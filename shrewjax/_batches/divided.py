@@ -1,6 +1,7 @@
 """A traced function of a whole batch, divided, and one pass of its loops over micro-batches.
 
-Values that are differentiated are *free*. `Divided` plans a program for the free ones. A `Pass` runs the loops:
+Here *free* are the values by which loops are differentiated: arguments, and what runs once of them. `Divided` plans a
+program for the free ones. A `Pass` runs the loops:
 
 1. Find what micro-batches read: parameters, whole values, and rows, which come in pieces, with the examples first.
 2. Run the loops. All micro-batches of one loop have as many examples. With `sum_over`, the loops are mapped over the
@@ -25,7 +26,7 @@ from shrewjax._base.axes import as_varying, varying_axes
 from shrewjax._base.mesh import on_each_device
 from shrewjax._base.types import AxisNames, DType, Function, Leaf
 from shrewjax._batches.accumulated import sums_over_turns
-from shrewjax._division.kinds import SAME, Fact, Program, Var, is_inexact, made_by
+from shrewjax._division.kinds import SAME, Fact, Program, Var, is_inexact, names_made
 from shrewjax._division.micro_batch import Env, MicroBatch
 from shrewjax._division.plan import Plan
 from shrewjax._division.report import check_share
@@ -42,23 +43,24 @@ class Setting(NamedTuple):
     devices: int  # along these axes, or 1
 
 
-class Divided:
-    """A program, divided. `kinds` says of each argument whether it holds examples, and whether it is free."""
+Flags: TypeAlias = Sequence[tuple[bool, bool]]
 
-    def __init__(
-        self, fun: Function, jaxpr: Jaxpr, setting: Setting, kinds: Sequence[tuple[bool, bool]]
-    ) -> None:
+
+class Divided:
+    """A program, divided. `flags` says of each argument whether it holds examples, and is free."""
+
+    def __init__(self, fun: Function, jaxpr: Jaxpr, setting: Setting, flags: Flags) -> None:
         self.fun, self.setting = fun, setting
         facts = [
             Fact(Rows(0, shape_of(x)[:1]) if is_row else SAME, is_free)
-            for x, (is_row, is_free) in zip(jaxpr.in_avals, kinds, strict=True)
+            for x, (is_row, is_free) in zip(jaxpr.in_avals, flags, strict=True)
         ]
         self.program = Program(jaxpr, facts, setting.sets)
         self.plan = Plan(self.program)
         check_share(self.plan, fun)
-        are_free = [is_free for _, is_free in kinds]
-        self.arguments = [*itertools.compress(self.program.arguments, are_free)]
-        self.free: list[Var] = [*self.arguments, *made_by(self.plan.once)]
+        are_free = [is_free for _, is_free in flags]
+        self.free_arguments = [*itertools.compress(self.program.arguments, are_free)]
+        self.free: list[Var] = [*self.free_arguments, *names_made(self.plan.once)]
         # The mapped axes over which all of the frontier varies. The loop's values are cast to vary over them, so that
         # JAX sums no gradient inside of it.
         found = [varying_axes(x.aval) for x in self.plan.frontier]
@@ -103,8 +105,10 @@ class Pass:
 
     Attributes:
       returned: the frontier, or nothing.
-      params: the free values that are whole. Gradients by them are sums.
-      rows: the free values that are rows; none without gradients. Gradients by them are rows, too.
+      params: the free values that are whole, by name. Gradients by them are sums.
+      rows: the names of the free values that are rows; none without gradients. Gradients by them are rows, too.
+      whole, sliced: the other arrays that tasks read, by name and slice.
+      apply: how the first of two passes calls the tasks, such as `run_by_rules`.
     """
 
     def __init__(
@@ -115,27 +119,29 @@ class Pass:
         cotangents: list[Leaf] | None = None,
         *,
         returns_frontier: bool = True,
-        run: Function = operator.call,
+        apply: Function = operator.call,
     ) -> None:
-        self.divided, self.program, self.run = divided, divided.program, run
+        self.divided, self.program, self.apply = divided, divided.program, apply
         self.frontier, self.has_gradients = frontier, cotangents is not None
         self.returned = frontier.all if returns_frontier else []
         # 1. Find what tasks read because no task makes it: neither that slice nor the whole.
         tasks = divided.plan.loop
         made = {key for task in tasks for key in task.results()}
         every = [key for task in tasks for key in task.reads()]
-        reads = [(x, rows) for x, rows in every if made.isdisjoint({(x, rows), (x, None)})]
+        reads = [key for key in every if made.isdisjoint({key, (key[0], None)})]
         # 2. Free values that are whole are parameters, if there are gradients. All else is an array.
         slice_of = self.program.slice
         free = divided.free if self.has_gradients else []
-        of_sums = {x for x in free if slice_of(x) is None}
-        self.params = {x: known[x] for x, _ in reads if x in of_sums}
-        arrays: dict[Key, Leaf] = {key: known[key[0]] for key in reads if key[0] not in of_sums}
-        # 3. Add the cotangents, and the numbers of the examples.
+        whole_free = {x for x in free if slice_of(x) is None}
+        self.params = {x: known[x] for x, _ in reads if x in whole_free}
+        others = [key for key in reads if key[0] not in whole_free]
+        arrays: dict[Key, Leaf] = {key: known[key[0]] for key in others}
+        # 3. Add the cotangents, and the numbers of the examples. Without cotangents, nothing is added for them.
         for x, y in zip(frontier.smooth, cotangents or [], strict=self.has_gradients):
             arrays[_Cotangent(x), slice_of(x)] = as_varying(y, divided.varying)
         for s in divided.setting.sets:
             arrays[_Positions(s), Rows(0, (s,))] = jnp.arange(s, dtype=jnp.int32)
+        # 4. Part what each micro-batch reads whole from what it reads in slices.
         self.whole = {key: x for key, x in arrays.items() if key[1] is None}
         self.sliced: dict[tuple[Any, Rows], Leaf] = {
             (name, rows): x for (name, rows), x in arrays.items() if rows is not None
@@ -153,13 +159,13 @@ class Pass:
         made = run(*arrays)
         # 2. Put sums and rows in their places. They come as `_micro_batch` orders them: frontier, then gradients by
         # rows.
-        sums, rows, of_params = map(iter, made)
+        next_sum, next_rows, of_params = map(iter, made)
 
         def placed(x: Var) -> Leaf:
-            its = self.program.slice(x)
-            if its is None:
-                return next(sums).astype(x.aval.dtype)
-            return its.together(next(rows), shape_of(x.aval), its.whole)
+            rows = self.program.slice(x)
+            if rows is None:
+                return next(next_sum).astype(x.aval.dtype)
+            return rows.together(next(next_rows), shape_of(x.aval), rows.whole)
 
         frontier = [*map(placed, self.returned)]
         by_rows = {x: placed(x) for x in self.rows}
@@ -174,9 +180,10 @@ class Pass:
         of_rows = dict(zip(self.sliced, pieces, strict=True))
         setting = self.divided.setting
         counts = {s: s // setting.devices for s in setting.sets}
-        each = turns(counts, setting.micro_batches)
-        loops = [self._loop(its, env, of_rows, params) for its in each]
+        all_turns = turns(counts, setting.micro_batches)
+        loops = [self._loop(x, env, of_rows, params) for x in all_turns]
         totals, stacks = zip(*loops, strict=True)
+        # Loops differ in the number of examples. Add their sums, without a 0 before them, and join their stacks.
         sums, grads = jax.tree.map(lambda *x: sum(x[1:], start=x[0]), *totals)
         return sums, jax.tree.map(lambda *x: joined(x), *stacks), grads
 
@@ -186,21 +193,25 @@ class Pass:
         """Runs the micro-batches that have as many examples. Returns sums and gradients, and stacks."""
         setting, varying = self.divided.setting, self.divided.varying
 
-        def of_loop(xs: list[Leaf], rows: Rows) -> list[Leaf]:
+        # 1. Put the micro-batches of this loop along a second axis.
+        def pieces_of_loop(xs: list[Leaf], rows: Rows) -> list[Leaf]:
             pairs = zip(xs, rows.sets_of_pieces(), strict=True)
             return [its.of(x, s, setting.micro_batches) for x, s in pairs]
 
-        by_turn = {key: of_loop(xs, key[1]) for key, xs in pieces.items()}
+        by_turn = {key: pieces_of_loop(xs, key[1]) for key, xs in pieces.items()}
 
         def turn(i: jax.Array, params: list[Leaf]) -> Any:
-            def own(name: Any, rows: Rows) -> Leaf:
+            # 2. Take this micro-batch's slices, and the numbers of its examples apart from them.
+            def slice_of_turn(name: Any, rows: Rows) -> Leaf:
                 taken = [_at(i, x) for x in by_turn[name, rows]]
                 shape = rows.shape(self.sliced[name, rows].shape, its.sizes)
                 return rows.together(taken, shape, its.sizes)
 
             of_params = {(x, None): y for x, y in zip(self.params, params, strict=True)}
-            values = env | {key: own(*key) for key in by_turn} | of_params
-            positions = {s: values.pop((_Positions(s), Rows(0, (s,)))) for s in setting.sets}
+            values = env | {key: slice_of_turn(*key) for key in by_turn} | of_params
+            names = {s: (_Positions(s), Rows(0, (s,))) for s in setting.sets}
+            positions = {s: values.pop(name) for s, name in names.items()}
+            # 3. Run it. The second of two passes returns no frontier, and must not print again.
             prints = bool(self.returned)
             batch = MicroBatch(its.sizes, positions, varying, setting.axes, prints)
             declared = {key: as_declared(key[0], y) for key, y in values.items()}
@@ -215,7 +226,7 @@ class Pass:
         """Returns what a loop adds up and stacks: `((loss, (sums, rows)), gradients by parameters)`."""
         program = self.program
         # 1. Run the tasks, as a function of what is free. Without gradients too, because `run_by_rules` differentiates
-        # it.
+        # it. With gradients, `keys` follow `params` and `rows`, because step 3 parts them in this order.
         free = {x for x in self.divided.free if is_inexact(x.aval)}
         keys = [key for key in env if key[0] in free]
         if self.has_gradients:
@@ -230,7 +241,8 @@ class Pass:
                 y = batch.read(its, x, program.slice(x))
                 if program.is_divided(x):
                     return y
-                # A sum over micro-batches adds a value that is the same in all of them once.
+                # A step that makes rows may also return a value that is the same for all. The first micro-batch alone
+                # adds it.
                 return jnp.where(is_first, y, jnp.zeros_like(y))
 
             smooth = [*map(found, self.frontier.smooth)]
@@ -243,14 +255,15 @@ class Pass:
             names = self.frontier.smooth
             (grads,) = pull([env[_Cotangent(x), program.slice(x)] for x in names])
         else:
-            (smooth, others), grads = self.run(of_free, values), []
+            (smooth, others), grads = self.apply(of_free, values), []
         # 3. Part what is added up from what is stacked.
         of_params, of_rows = grads[: len(self.params)], grads[len(self.params) :]
         made = [*smooth, *others] if self.returned else []
         frontier = [*zip(self.returned, made, strict=True)]
         sums = [y for x, y in frontier if program.slice(x) is None]
         pairs = [*frontier, *zip(self.rows, of_rows, strict=True)]
-        stacks = [rows.apart(y, batch.sizes) for x, y in pairs if (rows := program.slice(x))]
+        of_slices = [(program.slice(x), y) for x, y in pairs]
+        stacks = [rows.apart(y, batch.sizes) for rows, y in of_slices if rows]
         loss = as_varying(jnp.float32(0), self.divided.varying)
         return (loss, (sums, stacks)), of_params
 

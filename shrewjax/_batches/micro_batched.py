@@ -1,6 +1,6 @@
 """The same function of a whole batch, in the memory of a micro-batch: `micro_batched`, and `value_and_grad` of it.
 
-1. Trace the function of the whole batch, with the arrays that it closes over as arguments (`Call`).
+1. Trace the function of the whole batch, with the arrays that it closes over as arguments (`TracedCall`).
 2. Divide it, for the arguments that a caller differentiates (`divided`).
 3. Give JAX a rule. The tangent of a scalar is its gradient times the tangents (`jax.custom_jvp`), so there is a forward
    mode, and one pass does. Other results have cotangents of their own, so they have a reverse mode
@@ -206,7 +206,7 @@ def print_micro_batches(
 
     def traced(arrays: list[Leaf]) -> None:
         of_call = jax.tree.unflatten(structure, replaced(leaves, places, arrays))
-        call = Call(division, roles.fun, roles.examples(*of_call), *of_call)
+        call = TracedCall(division, roles.fun, roles.examples(*of_call), *of_call)
         print(call.described(is_first))
 
     jax.eval_shape(traced, [leaves[i] for i in places])
@@ -244,7 +244,7 @@ class Division:
         is_whole = setting.micro_batches * setting.devices == 1
         if is_whole or jaxprs.is_jit_disabled() or _is_dividing.get():
             return roles.fun(*args, **kwargs)
-        return Call(self, roles.fun, counts, args, kwargs).results()
+        return TracedCall(self, roles.fun, counts, args, kwargs).results()
 
     def setting(self, counts: Collection[int]) -> Setting:
         """Returns how sets of these sizes are divided. One that is smaller than the number of micro-batches is not."""
@@ -295,7 +295,7 @@ def _with_checks(roles: Roles, run: Function, argnums: Sequence[int] = ()) -> Fu
 _is_dividing: ContextVar[bool] = ContextVar("_is_dividing", default=False)
 
 
-class Call:
+class TracedCall:
     """A call: its program, as one of its arrays and of those that the function closes over.
 
     `call` has the arguments by position and those by keyword. `counts` has the number of examples of each leaf of it
@@ -378,19 +378,21 @@ class Call:
         loss = self._program.out_avals[0]
         if loss.shape != () or not is_gradient(loss):
             return False
-        # Without types, the transpose of a collective joins all devices' cotangents, which are not known here yet.
+        # Without types, the transpose of a psum sums all devices' cotangents. The rule takes each for 1, so its
+        # gradient would be wrong.
         mapped, is_tracked = mapped_axes()
         if mapped and not is_tracked and jaxprs.has_collective(self._program):
             return False
-        # A gradient by an array that all devices share would be a sum over devices, which the rule does not take.
+        # The given arrays were cast (3). `fun` closes over others, whose gradient would be a sum over devices.
         arrays = filter(is_gradient, self._program.in_avals)
         return not any(varying_axes(loss) - varying_axes(x) for x in arrays)
 
     def _on(self, operands: Sequence[Leaf], are_free: Sequence[bool]) -> Run:
         free = tuple(are_free)
         if free not in self._divided:
-            kinds = zip(self._are_rows, are_free, strict=True)
-            self._divided[free] = Divided(self._fun, self._program, self._setting, [*kinds])
+            flags = [*zip(self._are_rows, are_free, strict=True)]
+            parts = self._fun, self._program, self._setting, flags
+            self._divided[free] = Divided(*parts)
         return Run(self._divided[free], operands)
 
     def _value(self, operands: list[Leaf]) -> list[Leaf]:
@@ -405,14 +407,17 @@ class Call:
     def _of_scalar(self) -> list[Leaf]:
         """Returns the results. If JAX differentiates them, value and gradients are computed together."""
 
-        def of_operands(are_free: list[bool], operands: list[Leaf]) -> Any:
-            run = lambda values: self._on(values, are_free).value_and_grad()  # noqa: E731
+        def with_gradients(are_free: list[bool], operands: list[Leaf]) -> Any:
+            def run(values: list[Leaf]) -> Any:
+                return self._on(values, are_free).value_and_grad()
+
             # Outside of `jax.jit`, one program, which knows the mesh of its operands.
             return (run if is_traced(jnp.zeros(())) else jax.jit(run))(operands)
 
+        # Primals and tangents hold one list each, that of the operands.
         def rule(primals: PyTree, tangents: PyTree) -> tuple[list[Leaf], list[Leaf]]:
             are_free = [not is_zero_tangent(t) for t in tangents[0]]
-            by_free = functools.partial(of_operands, are_free)
+            by_free = functools.partial(with_gradients, are_free)
             results, grads = _in_one_piece(by_free, *primals)
             of_free = itertools.compress(tangents[0], are_free)
             return results, _tangents(results, grads, of_free)
@@ -446,21 +451,21 @@ def _in_one_piece(function: Function, operands: list[Leaf]) -> PyTree:
     """Returns `function(operands)` as one operation for JAX, which takes loops apart where it linearizes a rule.
 
     It would compute before a loop all that is the same in each turn, and hold it (tests/batches/test_micro_batched.py,
-    "loop_of_value_and_grad").
+    "loop_of_value_and_grad"). The rule below runs only for a second derivative.
     """
     in_one_piece = jax.custom_jvp(function)
 
     def rule(primals: PyTree, tangents: PyTree) -> tuple[PyTree, PyTree]:
-        (operands,), (given,) = primals, tangents
-        perturbed = [i for i, t in enumerate(given) if not is_zero_tangent(t)]
+        (values,), (its_tangents,) = primals, tangents
+        perturbed = [i for i, t in enumerate(its_tangents) if not is_zero_tangent(t)]
 
         def of_perturbed(some: list[Leaf]) -> PyTree:
-            return function(replaced(operands, perturbed, some))
+            return function(replaced(values, perturbed, some))
 
         # Wide operands, so that a loop adds up second derivatives without rounding each micro-batch's to 16 bits.
         wide = lambda x: upcast(x, sum_dtype(x))  # noqa: E731
-        pick = lambda values: [wide(values[i]) for i in perturbed]  # noqa: E731
-        return jax.jvp(of_perturbed, (pick(operands),), (pick(given),))
+        pick = lambda leaves: [wide(leaves[i]) for i in perturbed]  # noqa: E731
+        return jax.jvp(of_perturbed, (pick(values),), (pick(its_tangents),))
 
     in_one_piece.defjvp(rule, symbolic_zeros=True)
     return in_one_piece(operands)

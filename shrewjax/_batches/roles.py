@@ -145,7 +145,8 @@ class Roles(NamedTuple):
         held = roles["batch_argnums"]
         # In the order of a tree's leaves, which has the keys of a dict sorted.
         given = dict(enumerate(args)) | dict(sorted(kwargs.items()))
-        each = [(place, x) for place, value in given.items() for x in jax.tree.leaves(value)]
+        by_place = {place: jax.tree.leaves(value) for place, value in given.items()}
+        each = [(place, x) for place, found in by_place.items() for x in found]
         leaves = [(i, *leaf) for i, leaf in enumerate(each)]
         # 1. The arrays in these arguments, or in those by keyword.
         found = _counts_of_examples(x for x in leaves if x[1] in held)
@@ -157,11 +158,12 @@ class Roles(NamedTuple):
                 f"{names} must hold arrays of examples, got none. Pass jnp.asarray of a list. Or name the batch in "
                 "batch_argnums="
             )
-        # 2. Also what is differentiated beside the parameters, such as images, if it has as many.
+        # 2. Also an argument that is differentiated beside the parameters, such as images, if each of its arrays has as
+        # many examples.
         for other in roles.get("argnums", ())[1:]:
-            its = {i: np.shape(x)[:1] for i, place, x in leaves if place == other}
-            if {*its.values()} <= {(n,) for n in found.values()}:
-                found |= {i: n for i, (n,) in its.items()}
+            axes = {i: np.shape(x)[:1] for i, place, x in leaves if place == other}
+            if {*axes.values()} <= {(n,) for n in found.values()}:
+                found |= {i: n for i, (n,) in axes.items()}
         return found
 
     def places(self, args: Sequence[PyTree], keywords: Collection[str]) -> Places:

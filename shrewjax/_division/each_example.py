@@ -52,7 +52,8 @@ def of_each_example(fun: Callable[P, Result]) -> Callable[P, Result]:
 
         def of_arrays(*arrays: Leaf) -> list[Leaf]:
             nonlocal returned
-            its_args, its_kwargs = jax.tree.unflatten(structure, replaced(leaves, places, arrays))
+            its_leaves = replaced(leaves, places, arrays)
+            its_args, its_kwargs = jax.tree.unflatten(structure, its_leaves)
             made, returned = jax.tree.flatten(fun(*its_args, **its_kwargs))
             return made
 

@@ -59,7 +59,7 @@ def in_two(equation: Equation, body: Any, is_mixed: Sequence[bool]) -> Jaxpr | N
     of_second = [x for at, x in enumerate(carries) if at in mixed]
     given = [x for x in needed if body.is_divided(x) or x in of_first]
     halves = _Half(body, first, [*of_kept, *given]), _Half(body, second, of_mixed)
-    # 2. Both, one after the other.
+    # 2. Both, one after the other. The first half's results end with what it hands on.
     run = partial(_scan, scan) if scan else partial(_checkpoint, equation)
 
     def of_operands(*operands: Leaf) -> list[Leaf]:
@@ -76,6 +76,7 @@ def in_two(equation: Equation, body: Any, is_mixed: Sequence[bool]) -> Jaxpr | N
 
 def _parts(body: Any, results: list[Atom]) -> tuple[list[Any], list[Any], list[Atom]]:
     """Returns the steps of both halves, and what the second one needs for its results."""
+    # Going back: rows and sums come from the first half. The second one makes all else again.
     needed, second = dict.fromkeys(filter(is_variable, results)), list[Any]()
     for step in reversed(body.steps):
         outs = step.equation.outvars

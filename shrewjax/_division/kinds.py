@@ -141,14 +141,14 @@ class Program:
     ) -> None:
         self.sets, self._is_inside, self._is_derivative = sets, is_inside, is_derivative
         self.steps: list[Step] = []
-        self.made_by: dict[Var, Step] = {}
+        self.step_of: dict[Var, Step] = {}
         self.constants: dict[Var, Leaf] = {}
         self.arguments: list[Var] = [*opened(jaxpr).invars]
         self._facts: dict[Var, Fact] = {}
         for x, (kind, is_free, _) in zip(self.arguments, facts, strict=True):
             self._facts[x] = Fact(kind, is_free, is_free and is_inexact(x.aval))
         self.results: list[Atom] = self._add(jaxpr, self.arguments, ())
-        self.made: Kinds = self.kinds_of(self.results)
+        self.result_kinds: Kinds = self.kinds_of(self.results)
 
     # Values.
 
@@ -185,13 +185,13 @@ class Program:
         """Returns what a value is in every call, or None if it depends on arguments."""
         if not is_variable(x):
             return jaxprs.value_of_literal(x)
-        if x in self.made_by:
-            return labels.by_numpy(self.made_by[x].equation, self.constant)
+        if x in self.step_of:
+            return labels.by_numpy(self.step_of[x].equation, self.constant)
         return self.constants.get(x)
 
     def constant_column(self, x: Atom, column: int) -> Leaf | None:
         """Returns what a column of the last axis is in every call. Others may depend on arguments."""
-        step = self.made_by.get(x)
+        step = self.step_of.get(x)
         if step and (columns := labels.columns_of(step.equation)):
             x, column = columns[column], 0
         value = self.constant(x)
@@ -213,16 +213,19 @@ class Program:
             inner = jaxprs.jaxpr_of_jit(equation)
             if inner is None:
                 inner = self._put(equation.replace(invars=given, outvars=made), calls)
-            if inner is not None:
+            if (
+                inner is not None
+            ):  # a call, or a loop in two halves: its equations come in its place
                 made = self._add(inner, given, (*calls, equation))
             known.update(zip(equation.outvars, made, strict=True))
         return [*map(read, opened(jaxpr).outvars)]
 
     def _put(self, equation: Equation, calls: Calls) -> Jaxpr | None:
-        """Adds a step and returns None. Or returns a jaxpr to be added in its place, of which a part can be divided."""
+        """Adds a step. If only a part of it can be divided, adds nothing, and returns the jaxpr of two halves."""
         facts = [*map(self.fact, equation.invars)]
         is_free = self._is_inside or any(x.is_free for x in facts)
-        # 1. Find its kinds. A loop or a checkpoint in which examples mix may be two, of which one mixes examples.
+        # 1. Find its kinds. A loop or a checkpoint that mixes some results is cut in two (`in_two`). All else that
+        # mixes is MIXED in all results.
         find = self._found if is_free else self._found_of_data
         step = find(equation, facts)
         if step and step.programs and MIXED in (*step.kinds, *(x.kind for x in facts)):
@@ -238,7 +241,7 @@ class Program:
         is_smooth = not stops and any(x.is_smooth for x in facts)
         for x, kind in zip(equation.outvars, step.kinds, strict=True):
             self._facts[x] = Fact(kind, is_free, is_smooth and is_inexact(x.aval))
-            self.made_by[x] = step
+            self.step_of[x] = step
         return None
 
     def _found_of_data(self, equation: Equation, facts: list[Fact]) -> Step:
@@ -246,6 +249,8 @@ class Program:
         if not any(isinstance(x.kind, Rows) for x in facts):
             return Step(equation, [SAME] * len(equation.outvars))
         step = self._found(equation, facts)
+        # A sum of data, such as of a mask, is known whole before the loop. So it is SAME, or likely rows, and never
+        # SUM.
         if step and not {SUM, MIXED} & {*step.kinds}:
             return step
         _, outs = labels.shapes_of(equation)
@@ -284,6 +289,7 @@ class Program:
         return self._of_operation(equation, facts)
 
     def _of_operation(self, equation: Equation, facts: list[Fact]) -> Step | None:
+        """Finds the kinds of an operation without programs inside, as `_found` does."""
         kinds, count = [x.kind for x in facts], len(equation.outvars)
         # 1. Operands that depend on no example.
         if all(x in SHARED for x in kinds):
@@ -292,22 +298,23 @@ class Program:
         # 2. Results that are operands.
         if labels.returns_operands(equation) or not count:
             return Step(equation, kinds[:count], slices(kinds))
-        # 3. A linear operation of sums. No other one is known.
+        # 3. Sums. A linear operation gives a sum, and after any other one examples mix.
         if any(x.is_free and x.kind is SUM for x in facts):
-            are_known = all(x.may_be_sliced or x.kind is SUM for x in facts)
+            are_whole = all(x.may_be_sliced or x.kind is SUM for x in facts)
             are_sums, are_zeros = ([x is kind for x in kinds] for kind in (SUM, ZERO))
-            is_sum = are_known and labels.is_linear(equation, are_sums, are_zeros)
-            found = Step(equation, [SUM] * count, [None] * len(kinds))
-            return found if is_sum else None
+            if not are_whole or not labels.is_linear(equation, are_sums, are_zeros):
+                return None
+            return Step(equation, [SUM] * count, [None] * len(kinds))
         # 4. Rows.
         return self._by_labels(equation, facts)
 
     def _by_labels(self, equation: Equation, facts: list[Fact]) -> Step | None:
+        """Finds the kinds of an operation on rows: reshapes, `of_each_example`, labels, own rows, and blocks."""
         # 1. Find the axis of examples. Operands that are proven rows lead, because they must be sliced so.
         proven = [at for at, x in enumerate(facts) if not x.may_be_sliced]
         of_rows = [at for at, x in enumerate(facts) if isinstance(x.kind, Rows)]
-        at = (proven or of_rows)[0]
-        rows: Any = facts[at].kind
+        lead = (proven or of_rows)[0]
+        rows: Any = facts[lead].kind
         ins, outs = labels.shapes_of(equation)
         if labels.is_reshape(equation):
             made = rows.reshaped(ins[0], outs[0])
@@ -315,9 +322,10 @@ class Program:
         if labels.is_of_each_example(equation):
             return self._of_each_example(equation, facts)
         its = labels.labels_of(equation)
-        label = its and its.ins[at][rows.axis]
+        label = its and its.ins[lead][rows.axis]
         if its is None or label is None:
-            return self._by_own_rows(equation, facts) or _by_blocks(equation, facts, at)
+            own_rows = self._by_own_rows(equation, facts)
+            return own_rows or _by_blocks(equation, facts, lead)
         # 2. Slice each operand along its label.
         takes = along(label, rows.sets, its.ins)
         if any(takes[i] != facts[i].kind for i in proven):
@@ -339,12 +347,14 @@ class Program:
         if not found:
             return None
         column, its = found
-        numbers: Any = self.constant_column(equation.invars[1], column)
+        values: Any = self.constant_column(equation.invars[1], column)
         size = shape_of(equation.invars[0].aval)[rows.axis]
-        for d, n in enumerate(np.shape(numbers)):
+        # Find the dimension of the indices along which this column counts the rows.
+        for d, n in enumerate(np.shape(values)):
             label = its.ins[1][d]
-            is_count = n == size and np.all(np.moveaxis(numbers, d, -1) == np.arange(n))
-            if not is_count or label in its.ins[0]:  # the operand has this label elsewhere
+            counts = n == size and np.all(np.moveaxis(values, d, -1) == np.arange(n))
+            # The operand may have this label elsewhere.
+            if not counts or label in its.ins[0]:
                 continue
             takes = [rows, *along(label, rows.sets, its.ins[1:])]
             pairs = zip(facts, takes, strict=True)
@@ -368,7 +378,9 @@ class Program:
         takes = slices(x.kind for x in facts)
         count = next(shape[0] for x, shape in zip(takes, ins, strict=True) if x)
         for at, x in enumerate(equation.invars):
-            is_param = facts[at].is_free and not self._is_inside
+            is_param = (
+                facts[at].is_free and not self._is_inside
+            )  # stays whole, even with as many rows
             if takes[at] is not None or is_param or ins[at][:1] != (count,):
                 continue
             if not self.is_made_of_nothing(x):
@@ -383,28 +395,27 @@ class Program:
         """Returns whether a value depends on shapes alone, such as `jnp.arange(B)`."""
         if not is_variable(x):
             return True
-        step = self.made_by.get(x)
+        step = self.step_of.get(x)
         if step is None:
             return False
         return all(map(self.is_made_of_nothing, step.equation.invars))
 
     # Equations with programs inside.
 
-    def body(self, jaxpr: Jaxpr, kinds: Kinds, is_derivative: bool = False) -> "Program":
-        """Returns the program of a body, for operands of these kinds."""
+    def body(self, jaxpr: Jaxpr, kinds: Kinds, derives: bool = False) -> "Program":
+        """Returns the program of a body, or of a derivative, for operands of these kinds."""
         facts = [Fact(kind, is_free=True) for kind in kinds]
-        is_derivative |= self._is_derivative
-        return Program(jaxpr, facts, self.sets, True, is_derivative)
+        return Program(jaxpr, facts, self.sets, True, derives or self._is_derivative)
 
     def _checkpoint(self, equation: Equation, kinds: Kinds) -> Step:
         body = self.body(jaxprs.jaxpr_of_call(equation), kinds)
-        return Step(equation, body.made, slices(kinds), [body])
+        return Step(equation, body.result_kinds, slices(kinds), [body])
 
     def _scan(self, equation: Equation, kinds: Kinds) -> Step | None:
         scan: Any = jaxprs.scan_of(equation)
         n, first = scan.constants, scan.constants + scan.carries
         stacks = kinds[first:]
-        # 1. `jax.lax.map` over examples: what it computes of one example stands for this example alone.
+        # 1. A scan over examples without a carry, as of `jax.lax.map`. Each trip is one example, so results are rows.
         if any(isinstance(x, Rows) and x.axis == 0 for x in stacks):
             rows: set[Any] = {x for x in stacks if x not in SHARED}
             if scan.carries or len(rows) != 1 or not {*kinds[:n]} <= {*SHARED}:
@@ -414,7 +425,7 @@ class Program:
         # 2. Others: the axis of examples is one less in a slice of a stack.
         inside = [_moved(x, -1) for x in stacks]
         carry, body = self._until_kept(scan.body, kinds[:n], kinds[n:first], inside)
-        stacked = [_moved(x, 1) for x in body.made[scan.carries :]]
+        stacked = [_moved(x, 1) for x in body.result_kinds[scan.carries :]]
         takes = slices([*kinds[:n], *carry, *stacks])
         return Step(equation, [*carry, *stacked], takes, [body])
 
@@ -424,7 +435,7 @@ class Program:
         """Returns the kinds of a carry that a body keeps, and the body."""
         while True:
             body = self.body(jaxpr, [*constants, *carry, *stacks])
-            new = [*map(either, carry, body.made[: len(carry)])]
+            new = [*map(either, carry, body.result_kinds[: len(carry)])]
             if new == carry:
                 return carry, body
             carry = new
@@ -434,7 +445,7 @@ class Program:
             return None
         kinds = [x.kind for x in facts[1:]]
         bodies = [self.body(x, kinds) for x in jaxprs.branches_of(equation)]
-        by_branch = [x.made for x in bodies]
+        by_branch = [x.result_kinds for x in bodies]
         made = [functools.reduce(either, x) for x in zip(*by_branch, strict=True)]
         return Step(equation, made, [None, *slices(kinds)], bodies)
 
@@ -447,11 +458,12 @@ class Program:
             # 1. The kinds that the body keeps, and that of the condition.
             carry, body = self._until_kept(loop.body, kinds[n:m], carry, [])
             goes_on = self.body(loop.condition, [*kinds[:n], *carry])
-            of_condition, takes = goes_on.made[0], slices([*kinds[:m], *carry])
+            of_condition = goes_on.result_kinds[0]
+            takes = slices([*kinds[:m], *carry])
             # 2. The condition must be the same for all, or of the rows that are carried.
             if of_condition in SHARED or {*carry} == {of_condition}:
                 return Step(equation, carry, takes, [goes_on, body])
-            # 3. A condition of rows goes on for each row alone, so that all which it carries are rows. Look again.
+            # 3. If each row decides when it stops, all that is carried must be rows. Look again with these.
             new = [of_condition if x in SHARED else x for x in carry]
             if not isinstance(of_condition, Rows) or new == carry:
                 return None
@@ -464,22 +476,23 @@ class Program:
         rows: set[Any] = {x for x in kinds if x not in SHARED} or {SAME}
         if len(rows) > 1 or SUM in rows:
             return None
-        right, start, programs = [*rows] * len(equation.outvars), 0, []
+        solution_kinds, start, programs = [*rows] * len(equation.outvars), 0, []
         for name, function in solve.functions.items():
             constants = kinds[start : start + solve.constants[name]]
             start += len(constants)
             if function is not None:
-                programs.append(self.body(function, [*constants, *right]))
-        if any(x.made != right for x in programs):
+                programs.append(self.body(function, [*constants, *solution_kinds]))
+        if any(x.result_kinds != solution_kinds for x in programs):
             return None
-        return Step(equation, right, slices([*kinds[:start], *right]), programs)
+        takes = slices([*kinds[:start], *solution_kinds])
+        return Step(equation, solution_kinds, takes, programs)
 
     # Functions that bring their derivative.
 
     def _custom(self, equation: Equation, facts: list[Fact]) -> Step | None:
         kinds = [x.kind for x in facts]
         body = self.body(jaxprs.jaxpr_of_call(equation), kinds)
-        made = body.made
+        made = body.result_kinds
         # 1. Nobody differentiates it, so it is a function like others.
         if self._is_derivative or not any(x.is_free for x in facts):
             return Step(equation, made, slices(kinds), [body])
@@ -506,18 +519,19 @@ class Program:
         if jaxprs.is_custom_jvp(equation):
             jaxpr = jaxprs.tangent_program(equation, smooth, results)
             tangents = [kinds[i] for i in smooth]
-            program = self.body(jaxpr, [*kinds, *tangents], is_derivative=True)
+            program = self.body(jaxpr, [*kinds, *tangents], derives=True)
             wanted = [*made, *(made[i] for i in results)]
-            is_right = all(map(_stands_for, program.made, wanted))
+            is_right = all(map(_stands_for, program.result_kinds, wanted))
             return kinds, [program] if is_right else []
-        # 2. A custom_vjp: the cotangents of the results have dual kinds. Find those of the gradients until they stay.
+        # 2. A custom_vjp: cotangents of results have dual kinds (`_dual`). Repeat, because a constant operand that is
+        # sliced changes what the programs make.
         forward, backward = jaxprs.cotangent_programs(equation, smooth, results)
-        of_results = [_dual(made[i]) for i in results]
+        cotangents = [_dual(made[i]) for i in results]
         while True:
-            first = self.body(forward, kinds, is_derivative=True)
-            residuals = first.made[len(made) :]
-            second = self.body(backward, [*residuals, *of_results], is_derivative=True)
-            gradients = dict(zip(smooth, second.made, strict=True))
+            first = self.body(forward, kinds, derives=True)
+            residuals = first.result_kinds[len(made) :]
+            second = self.body(backward, [*residuals, *cotangents], derives=True)
+            gradients = dict(zip(smooth, second.result_kinds, strict=True))
             # A constant with an axis of examples, such as zeros, is sliced, because its gradient is.
             new = [*kinds]
             for i, x in gradients.items():
@@ -541,17 +555,18 @@ def _by_blocks(equation: Equation, facts: list[Fact], at: int) -> Step | None:
     ins, _ = labels.shapes_of(equation)
     sizes = [shape[axis] if axis < len(shape) else -1 for shape in ins]
     neighbours = sizes[at] // sum(sets)
-    # 1. The blocks of each operand. Those of shared values and of data are made to fit.
+    # 1. The blocks of each operand: by default, as many of the first set as fill it. An example has `neighbours`
+    # elements in a block. An operand without this axis fits nothing.
     blocks: list[Sequence[int]] = []
     for fact, size in zip(facts, sizes, strict=True):
-        its = sets[:1] * (size // (sets[0] * neighbours))
+        own_blocks = sets[:1] * (size // (sets[0] * neighbours))
         if isinstance(fact.kind, Rows) and fact.kind.axis == axis:
-            its = fact.kind.sets
+            own_blocks = fact.kind.sets
         elif not fact.may_be_sliced:
             return None
-        if sum(its) * neighbours != size:
+        if sum(own_blocks) * neighbours != size:
             return None
-        blocks.append(its)
+        blocks.append(own_blocks)
     # 2. The blocks of the results.
     made = labels.blocks_after(equation, axis, blocks, neighbours)
     if not made or not all(made):
@@ -609,6 +624,6 @@ def smooth_of(equation: Equation) -> tuple[list[int], list[int]]:
     return operands, [i for i, x in enumerate(outs) if is_inexact(x.aval)]
 
 
-def made_by(steps: Sequence[Step]) -> list[Var]:
+def names_made(steps: Sequence[Step]) -> list[Var]:
     """Returns the names of what steps make."""
     return [x for step in steps for x in step.equation.outvars]

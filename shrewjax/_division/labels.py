@@ -212,12 +212,13 @@ class _Lookup(NamedTuple):
 
 def _of_lookup(given: Given, shape: Shape) -> list[Dims]:
     """Returns the labels of a gather's or a scatter's operand and indices, and of its result or updates, of a shape."""
+    # Gather and scatter have these fields in the same order.
     its, (operand, indices) = _Lookup(*given.params["dimension_numbers"]), given.ins[:2]
     of_indices: list[Label] = [("index", d) for d in range(len(indices) - 1)]
     # 1. A dimension of the operand can be divided if windows take all of it, or if it numbers what the indices do.
     of_operand: list[Label] = [None] * len(operand)
-    lost, windows = {*its.single, *its.batching}, its.windows
-    in_window = [d for d in range(len(operand)) if d not in lost]
+    outside, windows = {*its.single, *its.batching}, its.windows
+    in_window = [d for d in range(len(operand)) if d not in outside]
     for d, place in zip(in_window, windows, strict=True):
         of_operand[d] = ("window", d) if shape[place] == operand[d] else None
     for d, i in zip(its.batching, its.batching_indices, strict=True):

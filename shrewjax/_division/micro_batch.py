@@ -95,8 +95,9 @@ class MicroBatch:
         # 2. An equation that takes and makes whole values runs as it stands.
         is_sliced = any(takes) or any(makes)
         is_silenced = jaxprs.prints(equation) and not self.prints
-        runs_elsewhere = step.programs and (self.varying or self.mapped)
-        if not (is_sliced or is_silenced or runs_elsewhere):
+        # A body was traced outside of the mapped axes, or with values that did not vary. So it is run anew.
+        body_runs_anew = step.programs and (self.varying or self.mapped)
+        if not (is_sliced or is_silenced or body_runs_anew):
             return self._run(equation, given)
         # 3. A part of a draw.
         if labels.is_draw(equation) and makes[0] is not None and not any(takes):
@@ -121,7 +122,7 @@ class MicroBatch:
         ins, outs = labels.shapes_of(step.equation)
         if takes and takes[0]:
             bounds = takes[0].bounds(ins[0], self.sizes)
-            # Rows that are asked for their own elements are numbered from 0 on there.
+            # `x[arange(B), labels]`: a micro-batch's rows count from 0, so put new numbers into that column.
             own_rows = labels.of_own_rows(step.equation, takes[0].axis)
             if own_rows and takes[1]:
                 numbers, axis, (column, _) = given[1], takes[1].axis, own_rows
@@ -129,7 +130,8 @@ class MicroBatch:
                 given = [given[0], numbers.at[..., column].set(own), *given[2:]]
         pairs = zip(outs, makes, strict=True)
         outs = [rows.shape(x, self.sizes) if rows else x for x, rows in pairs]
-        return labels.resized(step.equation, [x.shape for x in given], outs, bounds), given
+        ins = [x.shape for x in given]
+        return labels.resized(step.equation, ins, outs, bounds), given
 
     def _scan(self, task: Task, given: Leaves) -> Leaves:
         step, takes, makes = task
@@ -140,7 +142,9 @@ class MicroBatch:
             inside = [x and x._replace(axis=x.axis - 1) for x in makes[scan.carries :]]
             wanted = [*takes[n:first], *inside]
             body = functools.partial(self._of, step.programs[0], wanted)
-        elif any(takes):  # a scan over examples
+        elif any(
+            takes
+        ):  # a scan over examples: a micro-batch has fewer, so lax.scan reads the length from the stacks
             length = None
 
         def trip(carry: Leaves, slices: Leaves) -> tuple[Leaves, Leaves]:
@@ -226,6 +230,7 @@ class MicroBatch:
             positions, *operands = primals
             (program,) = _derivative(step)
             wanted = [*makes, *(makes[i] for i in results)]
+            # The positions come first, and have no tangent.
             operands += [tangents[1 + i] for i in smooth]
             made = self._at(positions)._of(program, wanted, *operands)
             nothing = [np.zeros(x.shape, jax.dtypes.float0) for x in made[:count]]
@@ -265,7 +270,7 @@ def _derivative(step: Step) -> Sequence[Program]:
         return step.derivative
     (body,) = step.programs
     kinds = body.kinds_of(body.arguments)
-    its_kinds, programs = body.derivative(step.equation, kinds, body.made)
+    its_kinds, programs = body.derivative(step.equation, kinds, body.result_kinds)
     if not programs or its_kinds != kinds:
         raise ValueError(
             "the second derivative of a jax.custom_vjp or custom_jvp must not mix examples. Pass micro_batches=1"

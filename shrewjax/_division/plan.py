@@ -75,8 +75,9 @@ class Plan:
                 self._slices.setdefault(x, {})[rows] = None
 
     def _add_free(self, step: Step) -> None:
+        """Plans a free step. It may stand in several parts."""
         program, outs = self.program, step.equation.outvars
-        # 1. It runs once, as does what such a step reads.
+        # 1. It runs once, as does what such a step reads. That may run in the loop or after it, too, so go on.
         is_read = any(x in self._whole or x in self._slices for x in outs)
         if not self._once.isdisjoint(outs) or (step.is_once and is_read):
             self._add(self.once, step, self._once)
@@ -152,12 +153,12 @@ class Plan:
         x, takes = step.equation.outvars[at], step.takes
         by_kinds = Task(step, takes or [None] * len(step.equation.invars), step.makes)
         # 1. A value that depends on examples is made by the slices that were found.
-        is_own = step.is_free and rows == step.makes[at]
-        if is_own or not self.program.fact(x).may_be_sliced:
+        is_as_found = step.is_free and rows == step.makes[at]
+        if is_as_found or not self.program.fact(x).may_be_sliced:
             return by_kinds
-        # 2. Of others, any slice may be made, unless somebody needs the whole.
+        # 2. Of others, any slice may be made. If a task reads the whole, or data is kept whole, it is sliced from that.
         is_whole = None in self._slices[x] or (x in self._whole and not step.is_free)
-        found = None if rows is None or is_whole else self._task_by_result(step, at, rows)
+        found = rows and not is_whole and self._task_by_result(step, at, rows)
         if found:
             return found
         # 3. Otherwise the whole: the loop makes what is free, and data is wanted from before the loop.
@@ -166,17 +167,21 @@ class Plan:
     def _task_by_result(self, step: Step, at: int, rows: Rows) -> Task | None:
         """Returns the task that makes a slice of a result, from slices of the operands, or None if there is none."""
         equation = step.equation
+        # 1. As it was found.
         if step.takes is not None and step.makes[at] == rows:
             return Task(step, step.takes, step.makes)
         ins, outs = labels.shapes_of(equation)
+        # 2. A draw by one key. Generators other than threefry draw other numbers for each slice, so all tasks must read
+        # the same one.
         if labels.is_draw(equation) and not ins[0]:
-            # Slices of what other generators draw are no part of the whole, so there may be one.
             is_one = len(self._slices[equation.outvars[0]]) == 1
             can_part = is_one or labels.is_drawn_by_position(equation)
             return Task(step, [None], [rows]) if can_part else None
+        # 3. A reshape.
         if labels.is_reshape(equation):
             before = rows.reshaped(outs[0], ins[0])
             return Task(step, [before], [rows]) if before else None
+        # 4. Along a label.
         its = labels.labels_of(equation)
         label = its and its.outs[at][rows.axis]
         if its is None or label is None or not rows.fits(outs[at]):

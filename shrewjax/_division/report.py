@@ -141,7 +141,8 @@ def described(plan: Plan, fun: Function, sizes: str, passes: str) -> str:
             what = "data"
         elif program.is_divided(x):
             what = "rows" if program.slice(x) else "a sum"
-        return f"{x.aval.str_short(short_dtypes=True)}, {what}: {line_of(program.made_by[x], fun)}"
+        line = line_of(program.step_of[x], fun)
+        return f"{x.aval.str_short(short_dtypes=True)}, {what}: {line}"
 
     def indented(lines: Iterable[str]) -> list[str]:
         return [f"{'':8}{x}" for x in dict.fromkeys(lines)]

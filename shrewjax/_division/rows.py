@@ -62,6 +62,7 @@ class Rows(NamedTuple):
                 pieces.append(jnp.moveaxis(piece, self.axis, 0))
             else:
                 dims = blocks, sizes[set_], neighbours
+                # (..., blocks, examples, neighbours, ...), and then the examples first.
                 split = piece.reshape(_with(piece.shape, self.axis, dims))
                 pieces.append(jnp.moveaxis(split, self.axis + 1, 0))
             start = end
@@ -98,7 +99,8 @@ class Rows(NamedTuple):
     def reshaped(self, old: Shape, new: Shape) -> "Rows | None":
         """Returns the rows of an array after a reshape that keeps the order of its elements."""
         # In order, the array is `outer` repetitions of all blocks. An axis can hold blocks if the axes before it number
-        # some of the repetitions, and it holds all others.
+        # some of the repetitions, and it holds all others. With rows along axis 1 of (T, B), `outer` is T. In (T * B,),
+        # axis 0 holds all T blocks.
         outer, sets = math.prod(old[: self.axis]), self.sets
         if len({*sets}) == 1:  # blocks can become an axis of their own
             outer, sets = outer * len(sets), sets[:1]
@@ -125,6 +127,7 @@ class Turns(NamedTuple):
     def of(self, x: Leaf, set_: int, micro_batches: int) -> Leaf:
         """Returns the part of these micro-batches in an array of examples. Its second axis numbers them."""
         size, *rest = x.shape
+        # Fill the last row, so that a reshape is possible. The slice below cuts what was filled.
         if missing := -size % micro_batches:
             x = jnp.concatenate([x, x[:missing]])
         by_turn = x.reshape(x.shape[0] // micro_batches, micro_batches, *rest)
@@ -136,9 +139,10 @@ def turns(counts: Sizes, micro_batches: int) -> list[Turns]:
     cuts = sorted({0, micro_batches, *(n % micro_batches for n in counts.values())})
 
     def sizes(first: int) -> Sizes:
-        return {s: n // micro_batches + (first < n % micro_batches) for s, n in counts.items()}
+        pairs = [(s, *divmod(n, micro_batches)) for s, n in counts.items()]
+        return {s: size + (first < larger) for s, size, larger in pairs}
 
-    return [Turns(first, last, sizes(first)) for first, last in itertools.pairwise(cuts)]
+    return [Turns(x, y, sizes(x)) for x, y in itertools.pairwise(cuts)]
 
 
 def joined(parts: Sequence[Leaf]) -> Leaf:

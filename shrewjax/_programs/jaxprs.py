@@ -102,7 +102,7 @@ def traced(function: Function, argument: PyTree) -> Jaxpr:
 def with_arrays_as_arguments(closed: Jaxpr) -> tuple[Jaxpr, list[jax.Array]]:
     """Returns a closed jaxpr whose constants that are arrays of JAX are its first arguments, and these arrays.
 
-    It has no equations that nothing reads, and its loops no such operands, on which results would seem to depend.
+    It drops equations that nothing reads, and such operands of loops. Results would otherwise seem to depend on them.
     """
     are_read = [True] * len(closed.out_avals)
     jaxpr, _ = pe.dce_jaxpr(opened(closed), are_read, instantiate=True)
@@ -302,6 +302,7 @@ def jaxpr_of_jit(equation: Equation) -> Jaxpr | None:
     """Returns the jaxpr that runs in the place of an equation, or None if the equation has more to it than that."""
     if equation.primitive.name in _JITS:
         return equation.params.get(_JITS[equation.primitive.name])
+    # An operation of JAX's hijax (`call_hi_primitive`) says itself how it expands.
     expand = getattr(equation.params.get("_prim"), "expand", None)
     if expand is None or any(jnp.issubdtype(x.aval.dtype, jnp.inexact) for x in equation.outvars):
         return None  # it may have a derivative of its own
@@ -415,18 +416,18 @@ def scan_of(equation: Equation) -> Scan | None:
         return None
     body, length, reverse, unroll = params
 
-    def count_others(outer: Sequence[Atom], inner: Sequence[Leaf]) -> int | None:
+    def count_unstacked(outer: Sequence[Atom], inner: Sequence[Leaf]) -> int | None:
         pairs = zip(outer, inner, strict=True)
         shapes = [(shape_of(x.aval), shape_of(y)) for x, y in pairs]
         count = sum(x == y for x, y in shapes)
         return count if all(x == (length, *y) for x, y in shapes[count:]) else None
 
-    carries = count_others(equation.outvars, body.out_avals)
-    others = count_others(equation.invars, body.in_avals)
-    if carries is None or others is None:
+    carries = count_unstacked(equation.outvars, body.out_avals)
+    unstacked = count_unstacked(equation.invars, body.in_avals)
+    if carries is None or unstacked is None:
         return None
     options = {"reverse": reverse, "unroll": unroll}
-    return Scan(body, others - carries, carries, length, options)
+    return Scan(body, unstacked - carries, carries, length, options)
 
 
 def carry_of(equation: Equation) -> slice | None:

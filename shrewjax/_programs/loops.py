@@ -197,8 +197,8 @@ class _Plans:
         """Returns the plan of a jaxpr whose results in `wanted` go these ways. Its caller adds what no scan adds."""
         key = id(jaxpr), str(wanted)
         if key not in self._known:
-            # Find the sums to which scans add, and plan for these alone. Any other result, such as the sum of two
-            # gradients, would otherwise be added in parts.
+            # Plan once to find the sums to which scans add, and again for these alone. Any other result, such as the
+            # sum of two gradients, would otherwise be added in parts.
             added = self._made(opened(jaxpr), wanted).added
             wanted = {at: way for at, way in wanted.items() if way.sum in added}
             self._known[key] = self._made(opened(jaxpr), wanted)
@@ -220,8 +220,8 @@ class _Plans:
         for at, way in wanted.items():
             follow(jaxpr.outvars[at], way)
         for index, equation in reversed([*enumerate(jaxpr.eqns)]):
-            made, primitive = enumerate(equation.outvars), equation.primitive
-            here = {at: ways.pop(x) for at, x in made if x in ways}
+            results, primitive = enumerate(equation.outvars), equation.primitive
+            here = {at: ways.pop(x) for at, x in results if x in ways}
             # 2. An equation on the way: go on from its operands.
             if here and primitive.name in _PASSED:
                 plan.skipped.add(index)
@@ -234,7 +234,7 @@ class _Plans:
             # 3. The end of the way.
             elif here:
                 self._end(plan, index, equation, here)
-        # 4. Add the jaxpr's own arguments as a whole.
+        # 4. Ways that reach no equation end at the jaxpr's own arguments. These are added as a whole.
         plan.wholes.extend(ways.items())
         return plan
 
