@@ -515,8 +515,7 @@ def clip_by_leaf_norm_ema(
         norms = units.norms()
         total = units.total(norms)
         # On an Explicit mesh, the state and gradients may be sharded differently.
-        mantissas = [norm.mantissa for norm in norms]
-        emas = list(map(partitioned_like, units.joined(emas), mantissas))
+        emas = list(map(partitioned_like, units.joined(emas), [norm.mantissa for norm in norms]))
         is_warmup = state.recorded.astype(jnp.float32) < jnp.float32(warmup_steps)
         is_recorded = jnp.isfinite(total.mantissa)
 
@@ -541,8 +540,7 @@ def clip_by_leaf_norm_ema(
         def next_ema(ema: jax.Array, clipped: jax.Array) -> jax.Array:
             smallest = jnp.where(ema == 0, clipped, jnp.minimum(ema, clipped))
             average = histories.ema(ema, clipped, share)
-            new = jnp.where(is_warmup | (ema == 0), smallest, average)
-            new = jnp.maximum(new, floor)
+            new = jnp.maximum(jnp.where(is_warmup | (ema == 0), smallest, average), floor)
             is_finite = is_recorded & jnp.isfinite(clipped) & jnp.isfinite(new)
             return jnp.where(is_finite & (clipped > 0), new, ema)
 
