@@ -149,7 +149,8 @@ def _clip_real(x: jax.Array, limit: Limit) -> jax.Array:
     integers = floats.integers_like(x.dtype)
     # XLA-28: all selections are of integers, and the ends are computed as integers. If an operand were a float's bits,
     # LLVM would select floats instead, and flush subnormals.
-    nan, minus_zero = (int(np.asarray(value, x.dtype).view(integers)) for value in (math.nan, -0.0))
+    values = np.asarray([math.nan, -0.0], x.dtype)
+    nan, minus_zero = map(int, values.view(integers))
     upper = jnp.where(limit.is_nan, jnp.asarray(nan, integers), limit.bits)
     lower = jnp.where(
         upper == 0, jnp.asarray(minus_zero, integers), upper | jnp.iinfo(integers).min
@@ -337,14 +338,14 @@ def clip_by_percentile(
         return ClipByPercentileState(bound=bounds, clipped_fraction=jnp.zeros((), jnp.float32))
 
     def update_fn(updates: PyTree, state: ClipByPercentileState, _: Params) -> Updated:
-        clipped, bounds, clipped_fraction = _clip_percentile(updates, rule, start=state.bound)
+        clipped, bounds, fraction = _clip_percentile(updates, rule, start=state.bound)
         zero = jnp.zeros((), jnp.float32)  # the bound of a gradient of None
 
         def recorded(_: jax.Array, bound: jax.Array | None) -> jax.Array:
             return zero if bound is None else bound.astype(jnp.float32)
 
         bounds = jax.tree.map(recorded, state.bound, bounds)
-        return clipped, ClipByPercentileState(bound=bounds, clipped_fraction=clipped_fraction)
+        return clipped, ClipByPercentileState(bound=bounds, clipped_fraction=fraction)
 
     return clipping_rule(ClipByPercentileState, init_fn, update_fn)
 
@@ -372,7 +373,8 @@ def _clip_percentile(grads: Tree, rule: Rule, start: PyTree) -> tuple[Tree, PyTr
     of_leaf = rule.scope == "leaf"
     if start is not None and of_leaf:
         # The state may have a bound where the gradient is None. The search does not need it.
-        starts = jax.tree.leaves(jax.tree.map(lambda s, g: None if g is None else s, start, grads))
+        kept = jax.tree.map(lambda s, g: None if g is None else s, start, grads)
+        starts = jax.tree.leaves(kept)
         start = jnp.stack([starts[i] for i in counted]) if counted else None
     rule = rule._replace(axes=arguments.axes_by_leaf(rule.axes, grads))
     selected = select([leaves[i] for i in counted], rule, start)
@@ -386,6 +388,7 @@ def _clip_percentile(grads: Tree, rule: Rule, start: PyTree) -> tuple[Tree, PyTr
         keeps_all = (rule.percentile >= 100) | jnp.isinf(bound)
         leaves[i] = _clip_magnitude(leaves[i], bound, bits, keeps_all)
         bounds[i] = bound
-    clipped_fraction = jnp.sum(selected.above) / jnp.maximum(jnp.sum(selected.elements), 1)
+    above = jnp.sum(selected.above)
+    fraction = above / jnp.maximum(jnp.sum(selected.elements), 1)
     of_grads = treedef.unflatten(bounds) if of_leaf else selected.bound
-    return treedef.unflatten(leaves), of_grads, clipped_fraction
+    return treedef.unflatten(leaves), of_grads, fraction

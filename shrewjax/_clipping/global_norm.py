@@ -544,17 +544,19 @@ def clip_by_norm_zscore(
         )
 
     def update_fn(updates: PyTree, state: ClipByNormZscoreState, _: Params) -> Updated:
-        z_limit, eps_, cap = (jnp.asarray(x, jnp.float32) for x in (max_zscore, eps, max_norm))
+        z_limit, eps_ = jnp.float32(max_zscore), jnp.float32(eps)
+        cap = jnp.float32(max_norm)
         norm = global_norm(updates, 2.0, axes)
         grad_norm = floats.stored(norm, jnp.float32)
 
         past = histories.Moments(state.recorded, state.mean, state.std)
-        is_warmup = past.recorded.astype(jnp.float32) < jnp.asarray(warmup_steps, jnp.float32)
+        is_warmup = past.recorded.astype(jnp.float32) < jnp.float32(warmup_steps)
         # A mean of 0 (no warm-up, or only zero gradients so far) gives no z-score either.
         has_no_score = is_warmup | (past.recorded == 0) | (past.mean == 0)
         z = (grad_norm - past.mean) / (past.std + eps_)
         is_spike = ~has_no_score & (z > z_limit)
-        clipped_norm = past.mean + z_limit * (z_limit / jnp.where(is_spike, z, 1)) * past.std
+        clipped_z = z_limit * (z_limit / jnp.where(is_spike, z, 1))
+        clipped_norm = past.mean + clipped_z * past.std
         # No norm below a spike exceeds this, in spite of rounding.
         spikes_begin_at = jnp.fmax(past.mean + z_limit * (past.std + eps_), grad_norm)
         scored = jnp.where(is_spike, clipped_norm, spikes_begin_at)

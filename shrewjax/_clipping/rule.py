@@ -64,7 +64,8 @@ def counted(state: AnyState, is_above: jax.Array) -> Metrics:
     """Returns the fields after one more update. Counters stop at the largest int32."""
     clipped = increment_if(is_above, state.clipped)
     # `calls` is never below `clipped`. XLA does not know this, and on an H100 computes both in one kernel.
-    return {"calls": jnp.maximum(optax.safe_increment(state.calls), clipped), "clipped": clipped}
+    calls = jnp.maximum(optax.safe_increment(state.calls), clipped)
+    return {"calls": calls, "clipped": clipped}
 
 
 def metrics_of_counts(state: AnyState) -> Metrics:

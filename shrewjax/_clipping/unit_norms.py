@@ -228,8 +228,10 @@ def adaptive_grad_clip(
     Source: A. Brock, S. De, S. L. Smith, K. Simonyan, "High-performance large-scale image recognition without
     normalization", ICML 2021, arXiv:2102.06171, equation 3.
     """
-    clipping, eps = arguments.threshold("clipping", clipping), arguments.threshold("eps", eps)
-    axis, stacked_axes = arguments.axes("axis", axis), arguments.axes("stacked_axes", stacked_axes)
+    clipping = arguments.threshold("clipping", clipping)
+    eps = arguments.threshold("eps", eps)
+    axis = arguments.axes("axis", axis)
+    stacked_axes = arguments.axes("stacked_axes", stacked_axes)
     mesh_axes = arguments.sharded_over(sharded_over)
 
     def is_vector(path: KeyPath, leaf: Leaf, free: list[int], by_rank: list[int]) -> bool:
@@ -276,8 +278,8 @@ def adaptive_grad_clip(
             for base, norm in zip(weights.norms(), norms, strict=True)
         ]
         # On an Explicit mesh, parameters and gradients may be sharded differently.
-        bases = [jax.tree.map(partitioned_like, *pair) for pair in zip(bases, norms, strict=True)]
-        limits = [floats.product(base, scaling.as_limit(clipping, base)) for base in bases]
+        bases = jax.tree.map(partitioned_like, bases, norms)
+        limits = [floats.product(b, scaling.as_limit(clipping, b)) for b in bases]
         updates, _, measured = units.clip(updates, norms, limits, state)
         ratios = list(map(floats.quotient, norms, bases))
         ratio_max = units.largest(ratios, state.ratio_max.dtype)
@@ -374,7 +376,7 @@ def clip_by_block_rms(
         # is `test_a_block_of_ones_has_a_root_mean_square_of_one`.
         of_ones = [floats.root_of_count(n, norms[0].mantissa.dtype) for n in counts]
         bases = list(map(placed_like, units.joined(of_ones), norms))
-        limits = [floats.product(scaling.as_limit(threshold, base), base) for base in bases]
+        limits = [floats.product(scaling.as_limit(threshold, b), b) for b in bases]
         updates, _, measured = units.clip(updates, norms, limits, state)
         rms = list(map(floats.quotient, norms, bases))
         rms_max = units.largest(rms, state.rms_max.dtype)
@@ -507,14 +509,14 @@ def clip_by_leaf_norm_ema(
         )
 
     def update_fn(updates: PyTree, state: ClipByLeafNormEmaState, _: Params) -> Updated:
-        share, floor = jnp.asarray(1 - decay, jnp.float32), jnp.asarray(min_norm, jnp.float32)
+        share, floor = jnp.float32(1 - decay), jnp.float32(min_norm)
         units = find_units(updates, stacked_layers(stacked_axes), mesh_axes)
         emas = units.numbers_beside(state.norm_ema)
         norms = units.norms()
         total = units.total(norms)
         # On an Explicit mesh, the state and gradients may be sharded differently.
         emas = list(map(partitioned_like, units.joined(emas), [norm.mantissa for norm in norms]))
-        is_warmup = state.recorded.astype(jnp.float32) < jnp.asarray(warmup_steps, jnp.float32)
+        is_warmup = state.recorded.astype(jnp.float32) < jnp.float32(warmup_steps)
         is_recorded = jnp.isfinite(total.mantissa)
 
         def norm_and_limit(norm: ExtendedFloat, ema: jax.Array) -> tuple[ExtendedFloat, ...]:
@@ -539,8 +541,8 @@ def clip_by_leaf_norm_ema(
             smallest = jnp.where(ema == 0, clipped, jnp.minimum(ema, clipped))
             average = histories.ema(ema, clipped, share)
             new = jnp.maximum(jnp.where(is_warmup | (ema == 0), smallest, average), floor)
-            is_usable = is_recorded & jnp.isfinite(clipped) & jnp.isfinite(new) & (clipped > 0)
-            return jnp.where(is_usable, new, ema)
+            is_finite = is_recorded & jnp.isfinite(clipped) & jnp.isfinite(new)
+            return jnp.where(is_finite & (clipped > 0), new, ema)
 
         clipped = map(_clipped_norm, norms, decisive, limits, scales)
         norm_emas = list(map(next_ema, emas, clipped))

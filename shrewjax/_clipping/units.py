@@ -8,7 +8,6 @@ import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
 
-import chex
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -25,7 +24,17 @@ from shrewjax._base.axes import (
 )
 from shrewjax._base.mesh import is_typed_by_device, may_be_partitioned, partitioned_like
 from shrewjax._base.trees import is_gradient
-from shrewjax._base.types import AnyState, Axes, AxisNames, DType, KeyPath, Leaf, Metrics, PyTree
+from shrewjax._base.types import (
+    AnyState,
+    ArrayTree,
+    Axes,
+    AxisNames,
+    DType,
+    KeyPath,
+    Leaf,
+    Metrics,
+    PyTree,
+)
 from shrewjax._clipping.rule import counted
 from shrewjax._numerics import floats, scaling
 from shrewjax._numerics.floats import ExtendedFloat
@@ -48,18 +57,17 @@ class Units:
     def sharding(self) -> tuple[UnitSharding, ...]:
         if are_whole(self.given):
             return (UnitSharding((), ()),) * len(self.leaves)
-        return tuple(
-            unit_axes(
-                trees.leaf_name(path), x, dims, arguments.axis_names_of_leaf(self.given, path, x)
-            )
-            for path, x, dims in zip(self.paths, self.leaves, self.dims, strict=True)
-        )
+
+        def of_leaf(path: KeyPath, x: Leaf, dims: UnitDims) -> UnitSharding:
+            given = arguments.axis_names_of_leaf(self.given, path, x)
+            return unit_axes(trees.leaf_name(path), x, dims, given)
+
+        return tuple(map(of_leaf, self.paths, self.leaves, self.dims))
 
     @cached_property
     def shapes(self) -> list[tuple[int, ...]]:
-        return [
-            tuple(x.shape[a] for a in dims) for x, dims in zip(self.leaves, self.dims, strict=True)
-        ]
+        with_dims = zip(self.leaves, self.dims, strict=True)
+        return [tuple(x.shape[a] for a in dims) for x, dims in with_dims]
 
     @cached_property
     def groups(self) -> Groups:
@@ -70,13 +78,13 @@ class Units:
         (tests/clipping/test_units.py, "explicit mesh").
         """
         alike: dict[Hashable, list[int]] = {}
-        for i, (x, shape, over) in enumerate(
-            zip(self.leaves, self.shapes, self.sharding, strict=True)
-        ):
-            may_join = are_known(shape) and not may_be_partitioned() and not is_typed_by_device(x)
-            is_apart = shape and not may_join
+        each = zip(self.leaves, self.shapes, self.sharding, strict=True)
+        for i, (x, shape, over) in enumerate(each):
+            may_be_sharded = may_be_partitioned() or is_typed_by_device(x)
+            is_apart = shape and (may_be_sharded or not are_known(shape))
             others = varying_axes(x).difference(over.within)
-            alike.setdefault((others, over.across, (i,) if is_apart else ()), []).append(i)
+            key = others, over.across, (i,) if is_apart else ()
+            alike.setdefault(key, []).append(i)
         return tuple(map(tuple, alike.values()))
 
     @cached_property
@@ -101,7 +109,7 @@ class Units:
 
         return join(list(map(of_units, per_leaf, self.shapes)), self.groups)
 
-    def _beside(self, tree: chex.ArrayTree, problem: str) -> list[PyTree]:
+    def _beside(self, tree: ArrayTree, problem: str) -> list[PyTree]:
         """Returns the leaves at the same places of a tree like the parameters. Raises if it has none there."""
         at = dict(jax.tree.leaves_with_path(tree))
         missing = [trees.leaf_name(path) for path in self.paths if path not in at]
@@ -109,13 +117,14 @@ class Units:
             raise ValueError(f"gradient leaves {', '.join(missing)} {problem}")
         return [trees.array_leaf(path, at[path]) for path in self.paths]
 
-    def of_parameters(self, params: chex.ArrayTree) -> "Units":
+    def of_parameters(self, params: ArrayTree) -> "Units":
         """Returns the same units of the parameters. Raises unless their leaves are like the gradients."""
         weights = self._beside(
             params,
             "need parameters at the same places, and there are none. Call update with params like the gradients",
         )
-        for path, g, w, dims in zip(self.paths, self.leaves, weights, self.dims, strict=True):
+        each = zip(self.paths, self.leaves, weights, self.dims, strict=True)
+        for path, g, w, dims in each:
             if not is_gradient(w) or g.shape != w.shape:
                 raise ValueError(
                     f"gradient leaf {trees.leaf_name(path)} must have the shape of its floating parameter, got "
@@ -128,7 +137,7 @@ class Units:
                 )
         return dataclasses.replace(self, leaves=weights)
 
-    def with_leaves(self, tree: chex.ArrayTree, leaves: Sequence[Leaf]) -> chex.ArrayTree:
+    def with_leaves(self, tree: ArrayTree, leaves: Sequence[Leaf]) -> ArrayTree:
         at = dict(zip(self.paths, leaves, strict=True))
         return jax.tree.map_with_path(lambda path, leaf: at.get(path, leaf), tree)
 
@@ -137,7 +146,7 @@ class Units:
         """The dtype of norms of these units, and of what states keep of them."""
         return floats.sum_dtype(*self.leaves)
 
-    def numbers(self, tree: chex.ArrayTree, value: float, dtype: DType) -> chex.ArrayTree:
+    def numbers(self, tree: ArrayTree, value: float, dtype: DType) -> ArrayTree:
         """Returns a tree like `tree` of numbers: one for each unit, and one for each leaf without units."""
         others = jax.tree.map(lambda _: jnp.full((), value, dtype), tree)
         # Inside `shard_map`, with the types that norms of these units have
@@ -151,16 +160,16 @@ class Units:
             (sums,) = leaf_sums([zeros], axes=[over], unit_dims=[dims])
             return placed_as_units(sums + jnp.asarray(value, dtype), leaf, dims)
 
-        return self.with_leaves(others, list(map(of_units, self.leaves, self.dims, within)))
+        numbers = list(map(of_units, self.leaves, self.dims, within))
+        return self.with_leaves(others, numbers)
 
-    def numbers_beside(self, tree: chex.ArrayTree) -> list[PyTree]:
+    def numbers_beside(self, tree: ArrayTree) -> list[PyTree]:
         """Returns the numbers of these units in a state's tree, by leaf. Raises if it has numbers of other units."""
         numbers = self._beside(
             tree, "have no numbers in the state. Call init with parameters like the gradients"
         )
-        for path, x, expected, number in zip(
-            self.paths, self.leaves, self.shapes, numbers, strict=True
-        ):
+        each = zip(self.paths, self.leaves, self.shapes, numbers, strict=True)
+        for path, x, expected, number in each:
             if number.shape != expected:
                 raise ValueError(
                     f"gradient leaf {trees.leaf_name(path)} of shape {x.shape} has units of shape {expected}, but "
@@ -178,12 +187,12 @@ class Units:
 
     def clip(
         self,
-        updates: chex.ArrayTree,
+        updates: ArrayTree,
         norms: Sequence[ExtendedFloat],
         limits: Sequence[ExtendedFloat],
         state: AnyState,
         decisive: Sequence[ExtendedFloat] | None = None,
-    ) -> tuple[chex.ArrayTree, list[ClipScale], Metrics]:
+    ) -> tuple[ArrayTree, list[ClipScale], Metrics]:
         """Returns the clipped gradients, the scales, and the new `clipped_fraction` and counts of the state.
 
         The limits are for the norms `decisive`, which are the units' own unless they are given. Norms that are not
@@ -191,8 +200,8 @@ class Units:
         """
         decisive = norms if decisive is None else decisive
         scales = scaling.clip_scales(decisive, limits)
-        each = zip(self.leaves, self.by_leaf(scales), self.dims, strict=True)
-        clipped = self.with_leaves(updates, [scaling.apply_scale(*of_leaf) for of_leaf in each])
+        each = map(scaling.apply_scale, self.leaves, self.by_leaf(scales), self.dims)
+        clipped = self.with_leaves(updates, list(each))
         fraction, is_any_above = jnp.zeros((), jnp.float32), jnp.zeros((), bool)
         if norms:
             is_clipped = list(map(scaling.counts_as_clipped, scales, norms))
@@ -205,29 +214,29 @@ class Units:
             units = sum(sizes(is_clipped, axes=self._across))
             fraction = of_clipped / jnp.maximum(jnp.asarray(units, jnp.float32), 1)
             is_any_above = of_above > 0
-        return clipped, scales, {"clipped_fraction": fraction, **counted(state, is_any_above)}
+        measured = {"clipped_fraction": fraction, **counted(state, is_any_above)}
+        return clipped, scales, measured
 
-    def with_numbers(
-        self, tree: chex.ArrayTree, numbers: Sequence[PyTree], absent: float
-    ) -> chex.ArrayTree:
+    def with_numbers(self, tree: ArrayTree, numbers: Sequence[PyTree], absent: float) -> ArrayTree:
         """Returns a state's tree with new numbers, which come joined, and `absent` for leaves without a gradient."""
         others = jax.tree.map(lambda x: jnp.full_like(x, absent), tree)
         return self.updated(others, numbers)
 
-    def updated(self, tree: chex.ArrayTree, numbers: Sequence[PyTree]) -> chex.ArrayTree:
+    def updated(self, tree: ArrayTree, numbers: Sequence[PyTree]) -> ArrayTree:
         """Returns a state's tree with new numbers, which come joined. On an Explicit mesh it keeps its sharding."""
         placed = map(partitioned_like, self.by_leaf(numbers), self.numbers_beside(tree))
         return self.with_leaves(tree, list(placed))
 
 
 def find_units(
-    updates: chex.ArrayTree,
+    updates: ArrayTree,
     unit_dims: Callable[[KeyPath, Leaf], UnitDims] = lambda *_: (),
     sharded_over: Shardings = None,
 ) -> Units:
     """Returns the units of a gradient. `unit_dims(path, leaf)` gives the unit dims of a leaf, by default none."""
     paths, leaves, _ = trees.gradient_leaves(updates)
-    counted = [(path, x) for path, x in zip(paths, leaves, strict=True) if is_gradient(x)]
+    each = zip(paths, leaves, strict=True)
+    counted = [(path, x) for path, x in each if is_gradient(x)]
     return Units(
         paths=tuple(path for path, _ in counted),
         leaves=[x for _, x in counted],

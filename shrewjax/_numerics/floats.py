@@ -42,7 +42,8 @@ def sum_dtype(*xs: Leaf) -> DType:
 
     It says nothing of a state. The dtype of a window's sums is the user's, `accumulator_dtype`.
     """
-    return jnp.dtype(jnp.float64 if any(real_dtype(x) == jnp.float64 for x in xs) else jnp.float32)
+    has_double = any(real_dtype(x) == jnp.float64 for x in xs)
+    return jnp.dtype(jnp.float64 if has_double else jnp.float32)
 
 
 def wider_dtype(*xs: Leaf) -> DType:
@@ -123,9 +124,9 @@ def wider_bits(bits: jax.Array, dtype: DType, wider: DType) -> jax.Array:
     if to_bias != bias:
         unit = power_of_two(jnp.asarray(1 - bias - fraction_bits, jnp.int32), wider)
         subnormal = lax.bitcast_convert_type(bits.astype(wider) * unit, bits.dtype)
-        result = jnp.where(
-            bits < (1 << fraction_bits), subnormal, result + ((to_bias - bias) << to_fraction_bits)
-        )
+        is_subnormal = bits < (1 << fraction_bits)
+        normal = result + ((to_bias - bias) << to_fraction_bits)
+        result = jnp.where(is_subnormal, subnormal, normal)
         beyond = bits - infinity_bits(dtype)
         result = jnp.where(beyond >= 0, infinity_bits(wider) + beyond, result)
     return result
@@ -135,7 +136,8 @@ def toward_zero(value: float, dtype: DType) -> jax.Array:
     """Returns a Python number >= 0, rounded toward zero to a dtype; its largest finite number for one beyond that."""
     # On the host, because the device would flush a subnormal one (XLA-18).
     nearest = np.asarray(min(value, float(jnp.finfo(dtype).max)), dtype)
-    return jnp.asarray(np.nextafter(nearest, dtype.type(0)) if float(nearest) > value else nearest)
+    next_lower = np.nextafter(nearest, dtype.type(0))
+    return jnp.asarray(next_lower if float(nearest) > value else nearest)
 
 
 def times_power_of_two(x: jax.Array, exponent: jax.Array) -> jax.Array:
@@ -164,9 +166,8 @@ def power_of_two_for(x: jax.Array) -> jax.Array:
 def power_of_two(exponent: jax.Array, dtype: DType) -> jax.Array:
     """Returns 2**exponent for -bias < exponent <= bias, and 0 for exponent -bias. Made of bits, so exact (XLA-19)."""
     fraction_bits, bias = float_format(dtype)
-    return lax.bitcast_convert_type(
-        (exponent + bias).astype(integers_like(dtype)) << fraction_bits, dtype
-    )
+    bits = (exponent + bias).astype(integers_like(dtype)) << fraction_bits
+    return lax.bitcast_convert_type(bits, dtype)
 
 
 def exponent_of(x: jax.Array) -> jax.Array:
@@ -209,9 +210,8 @@ def to_extended(x: jax.Array) -> ExtendedFloat:
     exponent = jnp.where(jnp.isfinite(not_subnormal), exponent_of(not_subnormal), 0)
     mantissa = times_power_of_two(not_subnormal, -exponent)
     # 3. Give zero its own exponent.
-    return ExtendedFloat(
-        mantissa, jnp.where(mantissa == 0, EXPONENT_OF_ZERO, exponent + correction)
-    )
+    exponent = jnp.where(mantissa == 0, EXPONENT_OF_ZERO, exponent + correction)
+    return ExtendedFloat(mantissa, exponent)
 
 
 def extended_number(value: float, dtype: DType) -> ExtendedFloat:
@@ -251,16 +251,16 @@ def bits_of(number: ExtendedFloat) -> jax.Array:
     """Returns the bits of `from_extended(number)`, but rounds a subnormal result instead of flushing it (XLA-18)."""
     dtype = number.mantissa.dtype
     fraction_bits, bias = float_format(dtype)
-    units = jnp.round(
-        times_power_of_two(number.mantissa, number.exponent + (bias + fraction_bits - 1))
-    )
+    exponent = number.exponent + (bias + fraction_bits - 1)
+    units = jnp.round(times_power_of_two(number.mantissa, exponent))
     is_subnormal = number.exponent < 1 - bias
     as_subnormal = jnp.where(is_subnormal, units, 0).astype(integers_like(dtype))
     return jnp.where(is_subnormal, as_subnormal, magnitude_bits(from_extended(number)))
 
 
 def is_greater(a: ExtendedFloat, b: ExtendedFloat) -> jax.Array:
-    return (a.exponent > b.exponent) | ((a.exponent == b.exponent) & (a.mantissa > b.mantissa))
+    is_higher = a.exponent > b.exponent
+    return is_higher | ((a.exponent == b.exponent) & (a.mantissa > b.mantissa))
 
 
 def maximum(a: ExtendedFloat, b: ExtendedFloat) -> ExtendedFloat:
@@ -281,7 +281,8 @@ def product(a: ExtendedFloat, b: ExtendedFloat) -> ExtendedFloat:
 
 def quotient(a: ExtendedFloat, b: ExtendedFloat) -> ExtendedFloat:
     """Returns a / b. x / 0 is infinite for x > 0 and for NaN, and 0 / 0 is 0."""
-    ratio = shifted(a.mantissa / jnp.where(b.mantissa == 0, 1, b.mantissa), a.exponent - b.exponent)
+    divisor = jnp.where(b.mantissa == 0, 1, b.mantissa)
+    ratio = shifted(a.mantissa / divisor, a.exponent - b.exponent)
     is_infinite = (b.mantissa == 0) & (a.mantissa != 0)
     return ratio._replace(mantissa=jnp.where(is_infinite, jnp.inf, ratio.mantissa))
 

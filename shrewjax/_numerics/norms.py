@@ -129,7 +129,8 @@ class _Kind(NamedTuple):
 
 
 def _global(leaves: Sequence[jax.Array], ord: float, axes: Axes | list[Axes]) -> _Kind:
-    return _Kind(ord, [()] * len(leaves), axes, (tuple(range(len(leaves))),), is_global=True)
+    one_group = (tuple(range(len(leaves))),)
+    return _Kind(ord, [()] * len(leaves), axes, one_group, is_global=True)
 
 
 # Outside of jit, `grad_norm` of 20 leaves takes 1.8 ms in one call and 18 ms one by one (XLA-21).
@@ -182,13 +183,15 @@ def measure_units(
     if ord not in (1, 2) and len(groups) > 1:
         # Devices share some leaves and not others: two types, two vectors (tests/devices/test_distribution.py,
         # "any_order").
-        return join([measure([x], ord, of) for x, of in zip(leaves, within, strict=True)], groups)
+        norms = [measure([x], ord, of) for x, of in zip(leaves, within, strict=True)]
+        return join(norms, groups)
     kind = _Kind(ord, unit_dims, within, groups)
     if floor is None:
         return _measure(leaves, None, kind)
     # Smaller sums belong to norms below a root of this one. Above a floor there, no norm is rescaled.
     trusted_above = RANGE[sum_dtype(*leaves)].trusted_above
-    return _measure(leaves, floor.exponent <= math.floor(math.log2(trusted_above) / ord), kind)
+    trusted_exponent = math.floor(math.log2(trusted_above) / ord)
+    return _measure(leaves, floor.exponent <= trusted_exponent, kind)
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3), inline=True)  # XLA-21
@@ -201,7 +204,8 @@ def measure_slices(
     limit may be inexact. So zeros, as of masked tokens, are read only once.
     """
     if ord in (1, 2):
-        (norms,) = measure_units([x], (dims,), (UnitSharding(within, None),), ((0,),), ord, limit)
+        sharding = UnitSharding(within, None)
+        (norms,) = measure_units([x], (dims,), (sharding,), ((0,),), ord, limit)
         return norms if dims else ExtendedFloat(*(part[0] for part in norms))
     of_one = partial(measure, ord=ord, axes=within)
     # `measure` knows only one unit, so it is mapped over each dimension. The outer maps have removed those before it.
@@ -276,7 +280,8 @@ def _in_float64(leaves: Sequence[jax.Array], kind: _Kind) -> list[ExtendedFloat]
 def _as_float64(x: jax.Array) -> jax.Array:
     if jnp.finfo(x.dtype).bits < 32:
         # XLA-34: in float32 first. Rounding to float32's own precision does nothing, but XLA keeps the two casts apart.
-        x = lax.reduce_precision(upcast(x, jnp.float32), exponent_bits=8, mantissa_bits=23)
+        x = upcast(x, jnp.float32)
+        x = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=23)
     return upcast(x, jnp.float64)
 
 
@@ -297,16 +302,15 @@ def _in_two_passes(
     shifts = [shift_into_range(total, rescales_small) for total in norm_sums]
 
     # 2
-    is_rare = kind.on_all_devices(jnp.any(jnp.stack([jnp.any(shift != 0) for shift in shifts])))
+    are_shifted = jnp.stack([jnp.any(shift != 0) for shift in shifts])
+    is_rare = kind.on_all_devices(jnp.any(are_shifted))
     sums_of_scaled = partial(_sums_of_scaled, leaves, unit_sums, norm_sums, kind)
     scaled = run_if(is_rare, sums_of_scaled, lambda: joined_sums)
 
     # 3
     # Trusted sums stay as they are, because the second pass may round them otherwise.
-    in_range = [
-        jnp.where(shift != 0, of_scaled, total)
-        for shift, of_scaled, total in zip(shifts, kind.totals(scaled), norm_sums, strict=True)
-    ]
+    each = zip(shifts, kind.totals(scaled), norm_sums, strict=True)
+    in_range = [jnp.where(shift != 0, second, first) for shift, second, first in each]
     roots = [_ROOTS[kind.ord](total) for total in in_range]
     norms = [shifted(root, -shift) for root, shift in zip(roots, shifts, strict=True)]
     if kind.by_leaf:
@@ -334,7 +338,7 @@ def _sums_of_scaled(
     # square a scale that it knows, which gives 0 * inf for the zero of a leaf of one element (test_norms, "one
     # element"). So the sum, which chooses it, is unknown.
     deciding_sums = _unknown(norm_sums if kind.is_global else unit_sums)
-    factors = [power_of_two(shift_into_range(total), total.dtype) for total in deciding_sums]
+    factors = [power_of_two(shift_into_range(s), s.dtype) for s in deciding_sums]
     if kind.is_global:
         # 2. For a global norm there is one factor, which each leaf gets as a copy: a clamp between equal bounds. XLA-6:
         # XLA:CPU materializes a scalar that leaves share, as an array of each leaf's size.
@@ -409,7 +413,8 @@ def _largest(leaves: Sequence[jax.Array], dtype: DType, axes: Axes | list[Axes])
     """Returns the largest magnitude of each leaf, as a vector."""
     # XLA-29: the barriers hide numbers that XLA knows. It would not flush their subnormal parts, moduli and norms.
     hidden = [_unknown(x) if is_complex(x) else x for x in leaves]
-    keys = _unknown(leaf_maxima(magnitude_key, [upcast(x, dtype) for x in hidden], axes=axes))
+    converted = [upcast(x, dtype) for x in hidden]
+    keys = _unknown(leaf_maxima(magnitude_key, converted, axes=axes))
     # The first key of a complex leaf is of half the moduli, so 1 is added to the exponent. The last is of moduli times
     # 2**_GROWN_BY, which is subtracted. A real leaf has one key, which is both.
     firsts = jnp.concatenate([key[:1] for key in keys])
@@ -418,14 +423,13 @@ def _largest(leaves: Sequence[jax.Array], dtype: DType, axes: Axes | list[Axes])
     are_complex = np.asarray([is_complex(x) for x in leaves])
     if not are_complex.any():
         return ExtendedFloat(mantissas, exponents)
-    grown = to_extended(
-        lax.bitcast_convert_type(jnp.concatenate([key[-1:] for key in keys]), dtype)
-    )
+    lasts = jnp.concatenate([key[-1:] for key in keys])
+    grown = to_extended(lax.bitcast_convert_type(lasts, dtype))
     is_small = are_complex & (exponents < -_GROWN_BY)
-    return ExtendedFloat(
-        jnp.where(is_small, grown.mantissa, mantissas),
-        jnp.where(is_small, grown.exponent - _GROWN_BY, exponents + are_complex.astype(np.int32)),
-    )
+    mantissas = jnp.where(is_small, grown.mantissa, mantissas)
+    of_grown = grown.exponent - _GROWN_BY
+    of_halved = exponents + are_complex.astype(np.int32)
+    return ExtendedFloat(mantissas, jnp.where(is_small, of_grown, of_halved))
 
 
 _GROWN_BY = 64  # the exponent of the scale of small moduli
@@ -443,7 +447,7 @@ def magnitude_key(x: jax.Array) -> tuple[jax.Array, ...]:
     if not is_complex(x):
         return (magnitude_bits(x),)
     scales = (0.5, 2.0**_GROWN_BY)
-    moduli = [lax.abs(mul_real(x, jnp.asarray(scale, x.real.dtype))) for scale in scales]
+    moduli = [lax.abs(mul_real(x, jnp.asarray(s, x.real.dtype))) for s in scales]
     return tuple(map(magnitude_bits, moduli))
 
 
@@ -485,7 +489,8 @@ def _measure_jvp(kind: _Kind, primals: tuple[Any, Any], tangents: tuple[Any, Any
     # 1
     scales = list(map(_scale_to_one, measured))
     if kind.is_global:
-        scales = jax.tree.map(lambda part: jnp.broadcast_to(part, (len(leaves),)), scales)
+        shape = (len(leaves),)
+        scales = jax.tree.map(lambda part: jnp.broadcast_to(part, shape), scales)
     with_dims = zip(leaves, kind.unit_dims, strict=True)
     shapes = [tuple(x.shape[a] for a in dims) for x, dims in with_dims]
     by_leaf = split(scales, kind.groups, shapes)
@@ -496,7 +501,8 @@ def _measure_jvp(kind: _Kind, primals: tuple[Any, Any], tangents: tuple[Any, Any
 
     # 3
     def of_norms(per_element: Sequence[jax.Array]) -> list[jax.Array]:
-        sums = join(leaf_sums(per_element, axes=kind.axes, unit_dims=kind.unit_dims), kind.groups)
+        sums = leaf_sums(per_element, axes=kind.axes, unit_dims=kind.unit_dims)
+        sums = join(sums, kind.groups)
         return [jnp.sum(sums[0])] if kind.is_global else sums
 
     slopes = of_norms([term for term, _ in pairs])

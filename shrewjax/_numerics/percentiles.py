@@ -108,8 +108,8 @@ class Keys(NamedTuple):
     def counts(self, pivots: jax.Array, integers: DType) -> jax.Array:
         """Returns how many keys are at or below each pivot, over all devices, as `integers` that hold the largest."""
         flags, by_group = partial(_at_or_below, self.dtype), self._by_group(pivots)
-        counts = leaf_counts(flags, self.groups, by_group, dtype=integers, axes=self.axes)
-        of_groups = jnp.stack(counts)
+        each = leaf_counts(flags, self.groups, by_group, dtype=integers, axes=self.axes)
+        of_groups = jnp.stack(each)
         total = jnp.sum(of_groups, axis=0, keepdims=True, dtype=integers)
         return of_groups if self.scope == "leaf" else total
 
@@ -193,9 +193,8 @@ def select(leaves: Sequence[Leaf], rule: Rule, start: jax.Array | None = None) -
         return _selected(leaves, static, traced, start)
 
 
-@partial(
-    jax.jit, static_argnums=1, inline=True
-)  # XLA-21: else each call outside jit compiles its loop
+# XLA-21: else each call outside jit compiles its loop
+@partial(jax.jit, static_argnums=1, inline=True)
 def _selected(
     leaves: Sequence[Leaf], rule: Rule, traced: jax.Array | None, start: jax.Array | None
 ) -> Selected:
@@ -218,7 +217,8 @@ def _selected(
     dtype, result_dtype = common_dtype(leaves), floats.sum_dtype(*leaves)
     axes: list[Axes] = [*axes_to_reduce(leaves, rule.axes)]
     counts = sizes(leaves, axes=axes)
-    groups: list[tuple[Group, Axes]] = [((x,), over) for x, over in zip(leaves, axes, strict=True)]
+    each = zip(leaves, axes, strict=True)
+    groups: list[tuple[Group, Axes]] = [((x,), over) for x, over in each]
     if not of_leaf:
         counts, groups = [sum(counts)], grouped(leaves, axes)
     data = Keys([x for x, _ in groups], [over for _, over in groups], dtype, rule.scope)
@@ -236,11 +236,8 @@ def _selected(
     def read(s: _Search) -> _Search:
         # XLA-12: this branch is always taken. It stops XLA from hoisting the keys out of the loop, which would
         # materialize a copy of the data.
-        counted = run_if(
-            s.reads >= 0,
-            lambda: data.counts(s.pivots, count.dtype),
-            lambda: s.pivots.astype(count.dtype),
-        )
+        count_keys = partial(data.counts, s.pivots, count.dtype)
+        counted = run_if(s.reads >= 0, count_keys, lambda: s.pivots.astype(count.dtype))
         if rule.over == "nonzero":
             # The first pivot of the first read is 0.
             of_rest = partial(wanted_beyond, counted[:, 0])

@@ -86,7 +86,8 @@ def counts_as_clipped(scale: ClipScale, norm: ExtendedFloat) -> jax.Array:
 def is_above(norm: ExtendedFloat, limit: ExtendedFloat) -> jax.Array:
     """Returns whether a finite norm is above its limit."""
     # Not from the scale: on an H100, the decision would take one more kernel.
-    return is_greater(norm, limit) & jnp.isfinite(norm.mantissa) & jnp.isfinite(limit.mantissa)
+    is_finite_above = is_greater(norm, limit) & jnp.isfinite(norm.mantissa)
+    return is_finite_above & jnp.isfinite(limit.mantissa)
 
 
 def apply_scale(x: Leaf, scale: ClipScale, dims: UnitDims = ()) -> jax.Array:
@@ -108,12 +109,11 @@ def clip_slices(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns x with each slice scaled to its limit, and which slices were. If none is, x is not written again."""
     applies = _exceeds(norm, limit)
-    clipped = run_if(
-        jnp.any(applies),
-        lambda: apply_scale(x, _scale_to_limit(norm, limit, applies), dims),
-        lambda: x,
-    )
-    return clipped, applies
+
+    def scaled() -> jax.Array:
+        return apply_scale(x, _scale_to_limit(norm, limit, applies), dims)
+
+    return run_if(jnp.any(applies), scaled, lambda: x), applies
 
 
 def applied_scale(scale: ClipScale, dtype: DType) -> jax.Array:
@@ -125,9 +125,8 @@ def applied_scale(scale: ClipScale, dtype: DType) -> jax.Array:
 def _exceeds(norm: ExtendedFloat, limit: ExtendedFloat) -> jax.Array:
     """Returns whether a clip changes gradients of this norm. A NaN does; an infinite limit never does."""
     defined = jnp.isfinite(norm.mantissa) & ~jnp.isnan(limit.mantissa)
-    return (is_greater(norm, limit) | (limit.mantissa == 0) | ~defined) & (
-        limit.mantissa != jnp.inf
-    )
+    changes = is_greater(norm, limit) | (limit.mantissa == 0) | ~defined
+    return changes & (limit.mantissa != jnp.inf)
 
 
 def _scale_to_limit(norm: ExtendedFloat, limit: ExtendedFloat, applies: jax.Array) -> ClipScale:

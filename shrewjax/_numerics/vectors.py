@@ -26,11 +26,9 @@ def join(per_leaf: Sequence[PyTree], groups: Groups) -> list[PyTree]:
     """Returns a vector of the numbers of each group's units. A leaf alone keeps its shape, unless it is ()."""
 
     def joined(*xs: jax.Array) -> jax.Array:
-        return (
-            xs[0]
-            if len(xs) == 1 and xs[0].ndim
-            else jnp.concatenate([lax.reshape(x, (x.size,)) for x in xs])
-        )
+        if len(xs) == 1 and xs[0].ndim:
+            return xs[0]
+        return jnp.concatenate([lax.reshape(x, (x.size,)) for x in xs])
 
     return [jax.tree.map(joined, *(per_leaf[i] for i in group)) for group in groups]
 
@@ -45,7 +43,8 @@ def split(
         sizes = tuple(math.prod(shapes[i]) for i in group)
         of_leaves = pieces(parts, sizes) if len(group) > 1 else [parts]
         for i, of_leaf in zip(group, of_leaves, strict=True):
-            per_leaf[i] = jax.tree.unflatten(structure, [x.reshape(shapes[i]) for x in of_leaf])
+            shaped = [x.reshape(shapes[i]) for x in of_leaf]
+            per_leaf[i] = jax.tree.unflatten(structure, shaped)
     return per_leaf
 
 
@@ -102,7 +101,8 @@ def _in_pairs(places: np.ndarray) -> np.ndarray:
 
 @partial(jax.jit, static_argnums=2)
 def _first_piece_of_two(stack: jax.Array, starts: jax.Array, size: int) -> jax.Array:
-    return jax.vmap(lambda start: lax.dynamic_slice_in_dim(stack, start, size, axis=1))(starts)[0]
+    piece = partial(lax.dynamic_slice_in_dim, stack, slice_size=size, axis=1)
+    return jax.vmap(piece)(starts)[0]
 
 
 def _computed_once(numbers: jax.Array) -> jax.Array:
@@ -110,7 +110,8 @@ def _computed_once(numbers: jax.Array) -> jax.Array:
     # XLA-5: without a branch, XLA repeats the arithmetic of the numbers in each kernel that reads one of them. Which
     # side runs does not matter, so the condition is any that XLA cannot know. Without the barrier the two sides are
     # equal, and the branch is dropped. tests/numerics/test_compile_size.py notices both.
-    return run_if(jnp.any(numbers != 0), lambda: lax.optimization_barrier(numbers), lambda: numbers)
+    behind_barrier = partial(lax.optimization_barrier, numbers)
+    return run_if(jnp.any(numbers != 0), behind_barrier, lambda: numbers)
 
 
 def _in_a_kernel(x: jax.Array) -> jax.Array:
