@@ -211,7 +211,7 @@ def _check_mean(leaf: str, x: Leaf, large: Leaf, size: int) -> None:
         )
 
 
-def _axis_to_join(leaf: str, name: str, x: Leaf, large: Leaf, is_known: bool) -> int:
+def _axis_to_join(leaf: str, name: str, x: Leaf, large: Leaf, has_shapes: bool) -> int:
     """Returns the axis of examples in the result: the one that is longer for the whole batch (`large`).
 
     Raises if there is none, or several.
@@ -220,7 +220,7 @@ def _axis_to_join(leaf: str, name: str, x: Leaf, large: Leaf, is_known: bool) ->
         return 0
     differ = [axis for axis, n in enumerate(x.shape) if large.shape[axis : axis + 1] != (n,)]
     if len(differ) != 1:
-        found = large.shape if is_known else "no shape, because fun does not take it,"
+        found = large.shape if has_shapes else "no shape, because fun does not take it,"
         raise ValueError(
             f"leaf {leaf} of the aux must have an axis of examples for {name!r}, got {x.shape}, and {found} for the "
             "whole batch. Give it another aux_reduction"

@@ -273,8 +273,8 @@ def _is_stack(equation: Equation, at: ResultAt, way: _Way) -> bool:
     if scan is None or scan.body.effects or 2 * scan.options["unroll"] > scan.length:
         return False
     # The constraint is put on the whole sum, so no reshape or transpose may follow it.
-    placed = dropwhile(lambda move: move.primitive.name != CONSTRAINT, way.moves)
-    if at < scan.carries or any(move.primitive.name in REORDERS for move in placed):
+    after = dropwhile(lambda move: move.primitive.name != CONSTRAINT, way.moves)
+    if at < scan.carries or any(move.primitive.name in REORDERS for move in after):
         return False
     stack = equation.outvars[at].aval
     part = jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype)
@@ -284,7 +284,7 @@ def _is_stack(equation: Equation, at: ResultAt, way: _Way) -> bool:
 def _moved(part: jax.Array, way: _Way, length: int) -> tuple[jax.Array, int] | None:
     """Returns a trip's slice of a stack as a slice of the sum, and its axis there; None if a move makes pieces of it.
 
-    Along this axis, the slices of all trips lie one behind the other.
+    Along this axis, the slices of all trips lie one behind the other. A stack's first axis numbers trips.
     """
     part, axis = part[None], 0
     for move in way.moves:
@@ -309,7 +309,8 @@ def _axis_after(reshape: _Move, part: jax.Array, axis: int, length: int) -> int 
     """Returns the axis of a trip's slice after a reshape, or None if the reshape makes pieces of it."""
     if not is_plain_reshape(reshape):
         return None
-    # The slice stays one block if the product of the dimensions before its axis is unchanged.
+    # The slice stays one block if the product of the dimensions before its axis is unchanged. With 4 trips, (4, 6) may
+    # become (4, 2, 3) or (24,). (3, 8) would cut it.
     before, shape = math.prod(part.shape[:axis]), reshape.type.shape
     for at, n in enumerate(shape):
         if math.prod(shape[:at]) == before and n and n % length == 0:
@@ -335,7 +336,7 @@ class _Evaluation:
         def value(x: Atom) -> Leaf:
             return values.get(x) if is_variable(x) else jnp.asarray(x.val, x.aval.dtype)
 
-        # 1. Run the equations that are on no way.
+        # 1. Run all equations but the skipped ones. Planned scans and calls add to their sums.
         for index, equation in enumerate(jaxpr.eqns):
             if index in plan.skipped:
                 continue
@@ -361,14 +362,14 @@ class _Evaluation:
         self, equation: Equation, operands: Sequence[Leaf], call: _Inside, sums: Sums
     ) -> tuple[list[Leaf], Sums]:
         """Runs a jit or a checkpoint whose inner scans add."""
-        # 1. Make the call again around the evaluation of its jaxpr, so that it stays a call in the program.
+        # 1. A jit becomes a jit again. A checkpoint is inlined behind barriers, as by JAX, or XLA would undo it.
         inner, plan, outside = jaxpr_of_call(equation), call.plan, call.numbers_outside
         run: Any = lambda operands, sums: self.run(inner, operands, plan, sums)  # noqa: E731
         # All calls of this jaxpr by this plan share one function.
         if is_plain_jit(equation):
             run.__name__ = name_of_jit(equation)
             run = self._functions.setdefault(id(plan), jax.jit(run))
-        elif prevents_cse(equation):  # as JAX does itself, or XLA would undo it
+        elif prevents_cse(equation):
             operands = _behind_barriers(operands)
         # 2. Run it on its sums, which have other numbers inside.
         own = {inside: sums[outside[inside]] for inside in plan.added}
