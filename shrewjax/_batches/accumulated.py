@@ -322,7 +322,8 @@ def sums_over_turns(turn: Function, params: PyTree, count: int, window: Window) 
     """Runs `turn(i, params)` for each micro-batch i of `count`. Returns its `((loss, aux), gradients)`.
 
     Loss, gradients and the first half of the aux are added up, and the second half is stacked. A turn's number is its
-    only example, in an array of shape (1, count). `turn` takes its gradients itself.
+    only example, in an array of shape (1, count). `turn` takes its gradients itself, so `of_one` serves as
+    `value_and_grad`. Nothing calls it as `fun`, because no leaf is averaged or joined.
     """
     roles = {"batch_argnums": (0,), "argnums": (1,)}
     examples = {0: jnp.arange(count, dtype=jnp.int32)[None]}

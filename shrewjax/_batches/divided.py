@@ -225,8 +225,9 @@ class Pass:
     def _micro_batch(self, batch: MicroBatch, env: Env) -> Any:
         """Returns what a loop adds up and stacks: `((loss, (sums, rows)), gradients by parameters)`."""
         program = self.program
-        # 1. Run the tasks, as a function of what is free. Without gradients too, because `run_by_rules` differentiates
-        # it. With gradients, `keys` follow `params` and `rows`, because step 3 parts them in this order.
+        # 1. Run the tasks, as a function of what is free. With gradients, `keys` follow `params` and `rows`, because
+        # step 3 parts them in this order. Without, both are empty, and `run_by_rules` differentiates by all free
+        # floats.
         free = {x for x in self.divided.free if is_inexact(x.aval)}
         keys = [key for key in env if key[0] in free]
         if self.has_gradients:

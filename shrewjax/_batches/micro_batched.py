@@ -296,7 +296,7 @@ _is_dividing: ContextVar[bool] = ContextVar("_is_dividing", default=False)
 
 
 class TracedCall:
-    """A call: its program, as one of its arrays and of those that the function closes over.
+    """A call: its program, as a function of its arrays and of those that `fun` closes over.
 
     `call` has the arguments by position and those by keyword. `counts` has the number of examples of each leaf of it
     that holds some, by the leaf's number.
@@ -378,12 +378,13 @@ class TracedCall:
         loss = self._program.out_avals[0]
         if loss.shape != () or not is_gradient(loss):
             return False
-        # Without types, the transpose of a psum sums all devices' cotangents. The rule takes each for 1, so its
-        # gradient would be wrong.
+        # Without types, psum's transpose sums the cotangents of all devices. The rule would take those of other devices
+        # for 1, whatever they are.
         mapped, is_tracked = mapped_axes()
         if mapped and not is_tracked and jaxprs.has_collective(self._program):
             return False
-        # The given arrays were cast (3). `fun` closes over others, whose gradient would be a sum over devices.
+        # `__init__` casts the given arrays in its step 3. Arrays that `fun` closes over are not cast, and their
+        # gradient would be a sum over devices.
         arrays = filter(is_gradient, self._program.in_avals)
         return not any(varying_axes(loss) - varying_axes(x) for x in arrays)
 
@@ -448,10 +449,11 @@ class TracedCall:
 
 
 def _in_one_piece(function: Function, operands: list[Leaf]) -> PyTree:
-    """Returns `function(operands)` as one operation for JAX, which takes loops apart where it linearizes a rule.
+    """Returns `function(operands)` as one operation for JAX.
 
-    It would compute before a loop all that is the same in each turn, and hold it (tests/batches/test_micro_batched.py,
-    "loop_of_value_and_grad"). The rule below runs only for a second derivative.
+    Otherwise JAX, which linearizes a rule, would compute before the loop over micro-batches all that no turn changes,
+    and hold it (tests/batches/test_micro_batched.py, "loop_of_value_and_grad"). The rule below runs only for a second
+    derivative.
     """
     in_one_piece = jax.custom_jvp(function)
 

@@ -139,7 +139,7 @@ class Roles(NamedTuple):
         """Returns the number of examples in each leaf of `(args, kwargs)` that holds some, by the leaf's number.
 
         Nothing depends on which arrays are examples but memory. By default, those by keyword hold them if none does by
-        position, such as a key.
+        position, as when only a key comes so.
         """
         roles = self.places(args, kwargs)
         held = roles["batch_argnums"]

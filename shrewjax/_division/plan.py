@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from typing import NamedTuple, TypeAlias
 
 from shrewjax._division import labels
-from shrewjax._division.kinds import MIXED, SHARED, SUM, Program, Slices, Step, Var, along, slices
+from shrewjax._division.kinds import MIXED, SUM, Program, Slices, Step, Var, along, slices
 from shrewjax._division.rows import Rows
 from shrewjax._programs.jaxprs import Atom, is_variable, shape_of
 
@@ -86,8 +86,8 @@ class Plan:
         # 2. A step after the loop reads it. The loop makes it, as the frontier, if it is rows or a sum and its operands
         # are no smaller. Otherwise it runs after the loop, too.
         read = [x for x in outs if x in self._whole]
-        kinds = {*program.kinds_of(read)}
-        can_be_frontier = MIXED not in kinds and not kinds <= {*SHARED}
+        is_mixed = MIXED in program.kinds_of(read)
+        can_be_frontier = not is_mixed and any(map(program.is_divided, read))
         if can_be_frontier and not self._is_smaller_before(step):
             self.frontier += read
             self._want((x, program.slice(x)) for x in read)
@@ -114,16 +114,16 @@ class Plan:
         reads.update(filter(is_variable, step.equation.invars))
 
     def _is_smaller_before(self, step: Step) -> bool:
-        """Returns whether the operands of a step are a better frontier than its results, because they hold less.
+        """Returns whether the operands of a step are a better frontier than its results.
 
-        So a sum leaves the loop before it is divided, and a value before it is broadcast. A contraction stays, unless
-        its operands are sums. Of equal sizes, operands are better if they are sums, or if the step only moves them, as
-        a transpose does.
+        Operands that a step after the loop reads anyway cost nothing. So a sum leaves the loop before it is divided,
+        and a value before it is broadcast. A contraction stays, unless its operands are sums. Of equal sizes, operands
+        are better if they are sums, or if the step only moves them, as a transpose does.
         """
         names = filter(is_variable, step.equation.invars)
         operands = {x for x in names if self.program.is_divided(x)}
         is_sum = {*map(self.program.kind, operands)} == {SUM}
-        if step.programs or not (is_sum or not labels.contracts(step.equation)):
+        if step.programs or (labels.contracts(step.equation) and not is_sum):
             return False
         old = sum(map(size_of, operands - self._whole))
         new = sum(map(size_of, step.equation.outvars))
@@ -149,7 +149,7 @@ class Plan:
         self._want(task.reads())
 
     def _task(self, step: Step, at: int, rows: Rows | None) -> Task | None:
-        """Returns the task that makes a slice of a result, or None if it is sliced from the whole, as data may be."""
+        """Returns the task that makes a slice of a result, or None for data that is sliced from a whole of `before`."""
         x, takes = step.equation.outvars[at], step.takes
         by_kinds = Task(step, takes or [None] * len(step.equation.invars), step.makes)
         # 1. A value that depends on examples is made by the slices that were found.
@@ -161,7 +161,7 @@ class Plan:
         found = rows and not is_whole and self._task_by_result(step, at, rows)
         if found:
             return found
-        # 3. Otherwise the whole: the loop makes what is free, and data is wanted from before the loop.
+        # 3. Otherwise the whole, from which `MicroBatch.read` takes slices. The loop makes what is free.
         return by_kinds if step.is_free else None
 
     def _task_by_result(self, step: Step, at: int, rows: Rows) -> Task | None:

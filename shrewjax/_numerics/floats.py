@@ -153,7 +153,8 @@ def factors_of_two(exponent: jax.Array, dtype: DType) -> tuple[jax.Array, jax.Ar
     """
     _, bias = float_format(dtype)
     first = jnp.clip(exponent, 1 - bias, bias)
-    # `power_of_two(-bias)` is 0, which `EXPONENT_OF_ZERO` needs. Only the second may be 0, or x would vanish too soon.
+    # `power_of_two(-bias)` is 0, so x times a power below that range, such as 2**EXPONENT_OF_ZERO, is 0. The first is
+    # never 0, or x would vanish too soon.
     return power_of_two(first, dtype), power_of_two(jnp.clip(exponent - first, -bias, bias), dtype)
 
 
@@ -199,9 +200,9 @@ EXPONENT_OF_ZERO = -(2**20)
 def to_extended(x: jax.Array) -> ExtendedFloat:
     """Returns x >= 0, exactly, subnormal numbers included."""
     fraction_bits, bias = float_format(x.dtype)
-    # 1. Take a subnormal x as an integer, which is normal. `correction` undoes the scale. Its bits are the integer x *
-    # 2**(bias + fraction_bits - 1). Arithmetic on x itself would flush it (XLA-18). `test_split_and_join_lose_nothing`
-    # holds this.
+    # 1. The bits of a subnormal x are the integer x * 2**(bias + fraction_bits - 1). As a float, this integer is
+    # normal, and `correction` undoes the scale. Arithmetic on x itself would flush it (XLA-18).
+    # `test_split_and_join_lose_nothing` holds this.
     as_integer = magnitude_bits(x)
     is_subnormal = as_integer < (1 << fraction_bits)
     not_subnormal = jnp.where(is_subnormal, as_integer.astype(x.dtype), x)

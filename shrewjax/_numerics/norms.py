@@ -334,9 +334,9 @@ def _sums_of_scaled(
     kind: _Kind,
 ) -> list[jax.Array]:
     """Returns the sums of units, joined, of elements times the scale that brings an untrusted sum into range."""
-    # 1. Choose a power of two by each sum. The caller reads only those sums that it shifts. XLA-7: the compiler would
-    # square a scale that it knows, which gives 0 * inf for the zero of a leaf of one element (test_norms, "one
-    # element"). So the sum, which chooses it, is unknown.
+    # 1. Choose a power of two by each sum. The caller reads only those sums that it shifts. XLA-7: XLA knows a frozen
+    # leaf's zeros, and so their sum and this scale. It would square the scale to inf, and 0 * inf is NaN (test_norms,
+    # "one element"). So barriers hide the sum here, and the leaves in step 3.
     deciding_sums = _unknown(norm_sums if kind.is_global else unit_sums)
     factors = [power_of_two(shift_into_range(s), s.dtype) for s in deciding_sums]
     if kind.is_global:

@@ -345,10 +345,10 @@ def _run_on_total(window: Window, added: Advanced, inner_step: Step, run_inner: 
 def _as_gradients(
     gradients: ArrayTree, like: ArrayTree, params: optax.Params | None
 ) -> optax.Updates:
-    """Returns averaged gradients in the wider dtype of gradient and parameter.
+    """Returns averaged gradients in the wider dtype of gradient and parameter. In float16, Adam's squares leave the range.
 
     For a gradient of None, that is the wider dtype of sum and parameter. Under strict promotion, where JAX refuses to
-    add two dtypes, it is the parameter's. In a narrower one, such as float16, Adam's squares would leave the range.
+    add two dtypes, it is the parameter's.
     """
     is_strict = jax.config.jax_numpy_dtype_promotion == "strict"
 
@@ -376,13 +376,15 @@ def _with_integers(
 ) -> ArrayTree:
     """Returns updates with zeros, or new parameters with the old ones, in the leaves that are no gradients.
 
-    =============================  ==========  ===================================================
+    Inner's own update there need not be zero, for example with weight decay.
+
+    =============================  ==========  ==========================================================
     the gradient                   parameters  updates
-    =============================  ==========  ===================================================
+    =============================  ==========  ==========================================================
     floating, or None with a sum   new         new
     other, such as float0          old         zeros of its dtype
-    None without a sum             old         zeros of the parameter's dtype: float32 would round it
-    =============================  ==========  ===================================================
+    None without a sum             old         zeros of the parameter's dtype, because to add float32 rounds integers
+    =============================  ==========  ==========================================================
     """
 
     def keep(total: Leaf, grad: Leaf, new: PyTree, old: Leaf = None) -> PyTree:

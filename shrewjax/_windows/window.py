@@ -182,13 +182,15 @@ class Window:
             is_closing = self._is_closing(flush, state.windows, micro_step, is_step)
 
         # 4. Does it have a weight, and is it not discarded? `is_closing` resets the counters. `closes` says that the
-        # window also passes on an average. If `is_kept` is known, the weight is a positive number, and so is the sum.
+        # window also passes on an average. If `is_kept` is True, not traced, the weight is a positive number, and so is
+        # the sum.
         has_weight: Flag = True if is_kept is True else sum_of_weights != 0
         closes: Flag = is_closing
         if self.nonfinite == "drop_window" or isinstance(is_closing, jax.Array):
-            # XLA-32: a flag beside a closing flag, also without "drop_window", where it is True. Otherwise XLA on CUDA
-            # holds all gradients of layers in a list (tests/devices/test_scanned_layers.py, "as_they_come"). No `~`,
-            # which is -1 of a 0 that another wrapper made of the flag (tests/promises/test_compatibility.py).
+            # XLA-32: a second flag stands beside the closing flag, also without "drop_window", where `window_bad` is
+            # always False. Otherwise XLA on CUDA holds all gradients of layers in a list
+            # (tests/devices/test_scanned_layers.py, "as_they_come"). `logical_not`, because another wrapper may have
+            # made an int of `window_bad`, and `~0` is -1 (tests/promises/test_compatibility.py).
             closes = is_closing & jnp.logical_not(window_bad)
 
         # 5. Update each leaf in one pass, which also divides if the window is closing. Then add the loss, which
