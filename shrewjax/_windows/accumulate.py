@@ -345,7 +345,7 @@ def _run_on_total(window: Window, added: Advanced, inner_step: Step, run_inner: 
 def _as_gradients(
     gradients: ArrayTree, like: ArrayTree, params: optax.Params | None
 ) -> optax.Updates:
-    """Returns averaged gradients in the wider dtype of gradient and parameter. In float16, Adam's squares leave the range.
+    """Returns averaged gradients in the wider dtype of gradient and parameter. In float16, Adam's squares overflow.
 
     For a gradient of None, that is the wider dtype of sum and parameter. Under strict promotion, where JAX refuses to
     add two dtypes, it is the parameter's.
@@ -383,7 +383,7 @@ def _with_integers(
     =============================  ==========  ==========================================================
     floating, or None with a sum   new         new
     other, such as float0          old         zeros of its dtype
-    None without a sum             old         zeros of the parameter's dtype, because to add float32 rounds integers
+    None without a sum             old         zeros of its dtype, because adding float32 rounds integers
     =============================  ==========  ==========================================================
     """
 
