@@ -327,8 +327,7 @@ def sums_over_turns(turn: Function, params: PyTree, count: int, window: Window) 
     """
     roles = {"batch_argnums": (0,), "argnums": (1,)}
     examples = {0: jnp.arange(count, dtype=jnp.int32)[None]}
-    own = jax.tree.map(lambda x: as_varying(x, window.axes or ()), params)
-    batch = Batch(((), own), roles, params={1: own}, examples=examples, divisor=count)
+    batch = Batch(((), params), roles, {1: params}, examples, divisor=count)
 
     def of_one(i: jax.Array, params: PyTree) -> tuple[PyTree, PyTree]:
         (value, aux), grads = turn(i[0], params)

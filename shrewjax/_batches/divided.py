@@ -226,8 +226,8 @@ class Pass:
         """Returns what a loop adds up and stacks: `((loss, (sums, rows)), gradients by parameters)`."""
         program = self.program
         # 1. Run the tasks, as a function of what is free. With gradients, `keys` follow `params` and `rows`, because
-        # step 3 parts them in this order. Without, both are empty, and `run_by_rules` differentiates by all free
-        # floats.
+        # step 3 parts them in this order. Without, both are empty. All free floats are then arguments, so that
+        # `run_by_rules` runs the forward rule of a `jax.custom_vjp`.
         free = {x for x in self.divided.free if is_inexact(x.aval)}
         keys = [key for key in env if key[0] in free]
         if self.has_gradients:
@@ -265,6 +265,7 @@ class Pass:
         pairs = [*frontier, *zip(self.rows, of_rows, strict=True)]
         of_slices = [(program.slice(x), y) for x, y in pairs]
         stacks = [rows.apart(y, batch.sizes) for rows, y in of_slices if rows]
+        # The loop needs a loss, whose axes `_own_axes` reads. It is 0, because `sums` has the results.
         loss = as_varying(jnp.float32(0), self.divided.varying)
         return (loss, (sums, stacks)), of_params
 

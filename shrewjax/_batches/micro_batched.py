@@ -451,9 +451,9 @@ class TracedCall:
 def _in_one_piece(function: Function, operands: list[Leaf]) -> PyTree:
     """Returns `function(operands)` as one operation for JAX.
 
-    Otherwise JAX, which linearizes a rule, would compute before the loop over micro-batches all that no turn changes,
-    and hold it (tests/batches/test_micro_batched.py, "loop_of_value_and_grad"). The rule below runs only for a second
-    derivative.
+    JAX linearizes a rule. It would then compute before the loop over micro-batches, and hold, all that turns share,
+    such as a cast of the weights (tests/batches/test_micro_batched.py, "loop_of_value_and_grad"). The rule below runs
+    only for a second derivative.
     """
     in_one_piece = jax.custom_jvp(function)
 

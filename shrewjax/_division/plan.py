@@ -161,7 +161,8 @@ class Plan:
         found = rows and not is_whole and self._task_by_result(step, at, rows)
         if found:
             return found
-        # 3. Otherwise the whole, from which `MicroBatch.read` takes slices. The loop makes what is free.
+        # 3. Otherwise the whole. `by_kinds` makes it of a free value, whose kind is SAME or ZERO here.
+        # `MicroBatch.read` slices it.
         return by_kinds if step.is_free else None
 
     def _task_by_result(self, step: Step, at: int, rows: Rows) -> Task | None:

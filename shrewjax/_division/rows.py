@@ -98,9 +98,9 @@ class Rows(NamedTuple):
 
     def reshaped(self, old: Shape, new: Shape) -> "Rows | None":
         """Returns the rows of an array after a reshape that keeps the order of its elements."""
-        # In order, the array is `outer` repetitions of all blocks. The axes before an axis must count some of these.
-        # The axis then holds the other `repeats`, each with all blocks. With rows along axis 1 of (T, B), `outer` is T.
-        # In (T * B,), axis 0 holds all T blocks.
+        # Elements lie as (outer, blocks, examples, neighbours). The axes before the new one must number `before` parts
+        # of `outer`. The new one holds the other `repeats`, with all examples. With rows along axis 1 of (T, B),
+        # `outer` is T. In (T * B,), axis 0 holds all T blocks.
         outer, sets = math.prod(old[: self.axis]), self.sets
         if len({*sets}) == 1:  # blocks can become an axis of their own
             outer, sets = outer * len(sets), sets[:1]

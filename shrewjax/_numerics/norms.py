@@ -279,7 +279,8 @@ def _in_float64(leaves: Sequence[jax.Array], kind: _Kind) -> list[ExtendedFloat]
 
 def _as_float64(x: jax.Array) -> jax.Array:
     if jnp.finfo(x.dtype).bits < 32:
-        # XLA-34: in float32 first. Rounding to float32's own precision does nothing, but XLA keeps the two casts apart.
+        # XLA-34: in float32 first, because XLA on CUDA fuses no cast from 16 bits to float64 into some sums, and would
+        # write the squares to memory. Rounding to float32's own precision does nothing, but keeps the two casts apart.
         x = upcast(x, jnp.float32)
         x = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=23)
     return upcast(x, jnp.float64)
@@ -335,8 +336,8 @@ def _sums_of_scaled(
 ) -> list[jax.Array]:
     """Returns the sums of units, joined, of elements times the scale that brings an untrusted sum into range."""
     # 1. Choose a power of two by each sum. The caller reads only those sums that it shifts. XLA-7: XLA knows a frozen
-    # leaf's zeros, and so their sum and this scale. It would square the scale to inf, and 0 * inf is NaN (test_norms,
-    # "one element"). So barriers hide the sum here, and the leaves in step 3.
+    # leaf's zeros, and so their sum and this scale. It would turn (0 * scale) * (0 * scale) into 0 * (scale * scale),
+    # which is NaN (test_norms, "one element"). So barriers hide the sum here, and the leaves in step 3.
     deciding_sums = _unknown(norm_sums if kind.is_global else unit_sums)
     factors = [power_of_two(shift_into_range(s), s.dtype) for s in deciding_sums]
     if kind.is_global:

@@ -123,7 +123,10 @@ def applied_scale(scale: ClipScale, dtype: DType) -> jax.Array:
 
 
 def _exceeds(norm: ExtendedFloat, limit: ExtendedFloat) -> jax.Array:
-    """Returns whether a clip changes gradients of this norm. A NaN does; an infinite limit never does."""
+    """Returns whether a clip changes gradients of this norm. A NaN or an infinite norm does.
+
+    So does a limit of 0, because flushed subnormal elements have norm 0. An infinite limit never does.
+    """
     defined = jnp.isfinite(norm.mantissa) & ~jnp.isnan(limit.mantissa)
     changes = is_greater(norm, limit) | (limit.mantissa == 0) | ~defined
     return changes & (limit.mantissa != jnp.inf)
@@ -141,12 +144,13 @@ def _scale_to_limit(norm: ExtendedFloat, limit: ExtendedFloat, applies: jax.Arra
     bound = jnp.where(applies, limit.mantissa, 1)
     # 1. Divide the mantissas. Both are in [1, 2), so the ratio is between 1/2 and 2.
     ratio = bound / jnp.where(defined & (norm.mantissa > 0), norm.mantissa, 1)
-    # 2. Split the exponent, at most 0 because the norm is larger. Below `lowest`, half of the rest goes into `fine`.
+    # 2. Split the exponent, at most 0 because the norm is larger. `coarse` takes it down to `lowest`, and each of two
+    # `fine` half of the rest.
     _, bias = float_format(dtype)
     lowest, exponent = 2 - bias, limit.exponent - norm.exponent
     fine_exponent = jnp.clip((exponent - lowest) // 2, 1 - bias, 0)
     coarse_exponent = jnp.clip(exponent - 2 * fine_exponent, lowest, 0)
-    # 3. The product is normal, because the exponent is at least 2 - bias.
+    # 3. The product is normal, because the ratio is at least 1/2 and the exponent at least 2 - bias.
     product = ratio * power_of_two(coarse_exponent, dtype)
     coarse = jnp.where(applies, jnp.where(defined, product, jnp.nan), 1)
     return ClipScale(coarse, power_of_two(fine_exponent, dtype))

@@ -111,7 +111,8 @@ class Step(NamedTuple):
             return self.params, self.state
         # `zeros_like` keeps the updates' sharding. The other branch's type differs from that of `jnp.zeros(shape)` on
         # an Explicit mesh and in a tracked shard_map, and JAX raises (tests/devices/test_distribution.py). In
-        # `jax.vmap` without `jax.set_mesh` it has no mesh (tests/devices/test_models_on_devices.py, "begins_inside").
+        # `jax.vmap` without `jax.set_mesh` the zeros have no mesh. `placed_like` replicates them there, and
+        # `partitioned_like` shards them as the updates (tests/devices/test_models_on_devices.py, "begins_inside").
         zeros = placed_like(optax.tree.zeros_like(returned), returned)
         return jax.tree.map(partitioned_like, zeros, returned), self.state
 
@@ -338,7 +339,7 @@ def _check_devices(new: PyTree, old: PyTree, what: str) -> None:
 
 
 def _in_dtype_of(of_params: set[DType], new: Leaf, old: Leaf) -> Leaf:
-    """Returns a state's float in the old dtype, if that has its range or is a parameter's dtype.
+    """Returns a state's float in the old dtype, if this has the new one's range or is a parameter's dtype.
 
     Hyperparameters or gradients in float32 widen a state that has a narrower parameter's dtype. Without these, inner
     itself would keep that dtype.

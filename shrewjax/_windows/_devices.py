@@ -154,8 +154,9 @@ class Devices:
     def emptied(self, gradient_sum: ArrayTree, total: ArrayTree, average: ArrayTree) -> ArrayTree:
         """Returns rows for the state of a closed window. Nobody reads their values, so other arrays can stand there."""
         # XLA-22: On CUDA and TPU, XLA would otherwise keep the rows beside these arrays, which costs memory of the
-        # parameters' size. Inside `shard_map` a TPU would keep the total, too (tests/devices/test_accelerators.py,
-        # "sends_gradients_once"), and outside of it an H100 the average (tests/devices/test_rows_compiled.py).
+        # parameters' size. If the total were returned inside `shard_map`, a TPU would keep both
+        # (tests/devices/test_accelerators.py, "sends_gradients_once"). If the average were outside, an H100 would
+        # (tests/devices/test_rows_compiled.py).
         reused = average if is_mapped(self.axes) else total
         return jax.tree.map(self._as_rows, reused, gradient_sum)
 

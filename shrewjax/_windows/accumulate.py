@@ -382,8 +382,8 @@ def _with_integers(
     the gradient                   parameters  updates
     =============================  ==========  ==========================================================
     floating, or None with a sum   new         new
-    other, such as float0          old         zeros of its dtype
-    None without a sum             old         zeros of its dtype, because adding float32 rounds integers
+    other, such as float0          old         zeros of the gradient's dtype
+    None without a sum             old         zeros of the parameter's: adding float32 rounds integers
     =============================  ==========  ==========================================================
     """
 
