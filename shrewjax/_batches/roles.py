@@ -271,7 +271,7 @@ def _place_of_role(
     if isinstance(at, str):
         if at in names[:count]:
             return names.index(at)
-        known = ", ".join([*names[:count], *keywords])
+        known = ", ".join([*names[:count], *keywords]) or "none"
         raise ValueError(
             f"{name} has the name {at!r}, but {came}. Name one of {known}. Or pass a position"
         )

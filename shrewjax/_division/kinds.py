@@ -191,9 +191,9 @@ class Program:
 
     def constant_column(self, x: Atom, column: int) -> Leaf | None:
         """Returns what a column of the last axis is in every call. Others may depend on arguments."""
-        step = self.step_of.get(x)
+        step = self.step_of.get(x) if is_variable(x) else None
         if step and (columns := labels.columns_of(step.equation)):
-            x, column = columns[column], 0
+            return self.constant_column(*columns[column])
         value = self.constant(x)
         return None if value is None else np.asarray(value)[..., column]
 

@@ -522,12 +522,12 @@ def by_numpy(equation: Equation, constant: Callable[[Atom], Any]) -> np.ndarray 
     return compute(equation.params, *map(np.asarray, operands))
 
 
-def columns_of(equation: Equation) -> Sequence[Atom]:
-    """Returns the operands, if an operation joins them as the columns of the last axis. Otherwise none."""
-    name, last = equation.primitive.name, len(shape_of(equation.outvars[0].aval)) - 1
-    is_join = name == "concatenate" and equation.params["dimension"] == last
-    are_columns = is_join and all(shape_of(x.aval)[-1] == 1 for x in equation.invars)
-    return equation.invars if are_columns else ()
+def columns_of(equation: Equation) -> list[tuple[Atom, int]]:
+    """Returns, for each column that an operation joins along the last axis, the operand and its column there."""
+    last = len(shape_of(equation.outvars[0].aval)) - 1
+    if equation.primitive.name != "concatenate" or equation.params["dimension"] != last:
+        return []
+    return [(x, i) for x in equation.invars for i in range(shape_of(x.aval)[-1])]
 
 
 # Draws, and what the frontier is chosen by.

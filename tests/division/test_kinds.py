@@ -83,6 +83,19 @@ def test_batches_of_any_layout_are_those_of_jax(name):
     check(LAYOUTS[name], W, X, Y)
 
 
+def test_row_numbers_may_be_joined_with_columns_of_any_width():
+    dims = lax.GatherDimensionNumbers((), (0, 1, 2), (0, 1, 2))
+
+    def picked(w, x, pairs):
+        elements = h(w, x)[:, :, None] * w["b"]
+        indices = jnp.concatenate([jnp.arange(B)[:, None], pairs], 1)
+        return jnp.var(lax.gather(elements, indices, dims, (1, 1, 1)))
+
+    pairs = np.stack([LABELS, LABELS[::-1]], 1)
+    check(picked, W, X, pairs)
+    assert "gather" in names(plan_of(picked, W, X, pairs).loop)
+
+
 def test_sets_of_several_sizes_are_divided_each_for_itself():
     """As FixMatch, with few labelled examples and many others, in one call of the model."""
     many = RNG.normal(size=(21, D))
