@@ -136,7 +136,10 @@ def _clip_magnitude(
     limit = placed_like(Limit(bound, bits, is_infinite, jnp.isnan(value)), x)
     if not floats.is_complex(x):
         return _clip_real(x, limit)
-    clipped = jnp.where(limit.is_infinite, x, _clip_modulus(x, limit.bound))
+    # Rounded toward zero, as the bits are, with the derivative of the bound.
+    excess = limit.bound - lax.bitcast_convert_type(limit.bits, precision)
+    bound = limit.bound - lax.stop_gradient(jnp.where(excess > 0, excess, 0))
+    clipped = jnp.where(limit.is_infinite, x, _clip_modulus(x, bound))
     return jnp.where(limit.is_nan, jnp.nan, clipped)
 
 

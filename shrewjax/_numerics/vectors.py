@@ -60,6 +60,8 @@ def pieces(vectors: Sequence[jax.Array], sizes: tuple[int, ...]) -> list[list[ja
 
     The vectors may also be matrices, whose rows are cut.
     """
+    if not sizes:
+        return []
     starts = np.cumsum((0, *sizes[:-1]), dtype=np.uint32)
 
     def by_operand(vectors: Sequence[jax.Array]) -> list[list[jax.Array]]:

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from shrewjax._base import arguments
+from shrewjax._base import arguments, trees
 from shrewjax._base.states import described, increment_if
 from shrewjax._base.types import DType, Flag, Metrics, Number, Scalar
 from shrewjax._numerics import floats, histories
@@ -64,7 +64,10 @@ FOR_AN_OPEN_WINDOW = "(n := tx.init(params).noise)._replace(square_sums=n.square
 
 def checked_decay(value: Number) -> Scalar:
     """Returns a decay below 1, also in float32, in which 1 would make every average NaN."""
-    return arguments.real("noise_decay", value, at_least=0, at_most=1 - 2.0**-24)
+    decay = arguments.real("noise_decay", value, at_least=0)
+    if isinstance(decay, float) and np.float32(decay) >= 1:
+        raise ValueError(f"noise_decay must be below 1, got {trees.shown(value)}")
+    return decay
 
 
 def empty(zeros: Callable[[tuple[int, ...], DType], jax.Array]) -> NoiseState:

@@ -1,6 +1,5 @@
 r"""The window for loops that are driven from the host: a class whose methods add micro-batches and take the average."""
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -10,7 +9,7 @@ import optax
 from shrewjax._base import arguments, trees
 from shrewjax._base.mesh import is_traced, on_mesh_of, summed
 from shrewjax._base.states import require_state_of
-from shrewjax._base.types import AnyState, AxisName, DType, Number, PyTree
+from shrewjax._base.types import AnyState, Argument, AxisName, DType, Number, PyTree
 from shrewjax._windows.window import (
     AccumSteps,
     Nonfinite,
@@ -65,9 +64,12 @@ class GradAccumulator:
         self._given = arguments.among(Window, locals())
         self._window = Window(**self._given)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Returns the call that made it, so that a pickle names nothing private."""
-        return partial(type(self), **self._given), ()
+    def __getstate__(self) -> dict[str, Argument]:
+        """Returns the arguments, so that a pickle names nothing private."""
+        return self._given
+
+    def __setstate__(self, given: dict[str, Argument]) -> None:
+        self._given, self._window = given, Window(**given)
 
     def __repr__(self) -> str:
         given = ", ".join(f"{name}={value!r}" for name, value in self._given.items())

@@ -154,6 +154,7 @@ def test_no_gradient_where_the_state_has_a_bound():
     assert clipped["a"].tolist() == [1, 2]
     assert clipped["b"] is None
     assert state.bound == {"a": 2, "b": 0}
+    assert by_percentile({"n": None}, 50.0, scope="leaf")[0] == {"n": None}
 
 
 def test_many_small_leaves_take_no_memory():
@@ -244,6 +245,14 @@ def test_value_clip_of_complex_limits_the_modulus_and_keeps_the_phase():
     assert bits(clipped[4:6]) == bits(z[4:6])
     assert np.isnan(clipped[6:]).all()
     assert bits(unclipped) == bits(z)
+
+
+@pytest.mark.usefixtures("x64_only")
+def test_value_clip_of_complex_rounds_a_wider_threshold_toward_zero():
+    clip = lambda limit: jnp.abs(shrewjax.clip_grad_value(np.complex64([3]), limit)[0])  # noqa: E731
+    limit, slope = jax.value_and_grad(clip)(jnp.float64(0.1))
+    assert float(limit) == np.nextafter(f32(0.1), f32(0))  # f32(0.1) is above 0.1
+    assert float(slope) == 1
 
 
 def test_derivative_through_the_value_clip_of_a_complex_zero_is_that_of_the_identity():

@@ -310,6 +310,14 @@ def test_flush_of_a_window_with_a_bad_micro_batch(nonfinite):
     assert int(state.windows) == (nonfinite != "drop_window")
 
 
+def test_flush_discards_a_window_that_another_policy_has_found_bad():
+    params, dropping = vector(0.0), shrewjax.accumulate(recorder(), 4, nonfinite="drop_window")
+    state = run(dropping, [(vector(2.0), {}), (vector(np.nan), {})], params)[-1][1]
+    found, state = shrewjax.flush(shrewjax.accumulate(recorder(), 4), state, params)
+    np.testing.assert_array_equal(found, params)
+    assert not bool(state.applied)
+
+
 # --- apply_gradients ----------------------------------------------------------------------------------------------
 
 

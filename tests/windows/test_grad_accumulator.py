@@ -64,12 +64,17 @@ def longer(windows):
     return 2 + windows
 
 
+class Longer(shrewjax.GradAccumulator):
+    def __init__(self):
+        super().__init__(longer, accumulator_dtype="bfloat16", nonfinite="drop_micro_batch")
+
+
 COPIES = {"pickle": lambda x: pickle.loads(pickle.dumps(x)), "copy": copy.copy, "deepcopy": copy.deepcopy}
 
 
 @pytest.mark.parametrize("how", COPIES)
 def test_copy_of_a_window_does_what_the_window_does(how):
-    window = shrewjax.GradAccumulator(longer, accumulator_dtype="bfloat16", nonfinite="drop_micro_batch")
+    window = Longer()
     _, state = window.step(window.init(vector(0.0)), vector(2.0))
     copied = COPIES[how](window)
     average, _ = copied.step(COPIES[how](state), vector(4.0))
