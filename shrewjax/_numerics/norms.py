@@ -62,6 +62,7 @@ from shrewjax._numerics.floats import (
 )
 from shrewjax._numerics.reductions import (
     any_device,
+    are_known,
     leaf_maxima,
     leaf_sums,
 )
@@ -341,16 +342,22 @@ def _sums_of_scaled(
     deciding_sums = _unknown(norm_sums if kind.is_global else unit_sums)
     factors = [power_of_two(shift_into_range(s), s.dtype) for s in deciding_sums]
     if kind.is_global:
-        # 2. For a global norm there is one factor, which each leaf gets as a copy: a clamp between equal bounds. XLA-6:
-        # XLA:CPU materializes a scalar that leaves share, as an array of each leaf's size.
+        # 2. For a global norm there is one factor. XLA-6: XLA:CPU materializes a scalar that leaves share, as an array
+        # of each leaf's size. So each large leaf gets a copy: a clamp between equal bounds.
         (factor,) = factors
-        factors = [lax.clamp(factor, sums, factor) for sums in unit_sums]
+        pairs = zip(leaves, unit_sums, strict=True)
+        factors = [factor if _is_small(x) else lax.clamp(factor, y, factor) for x, y in pairs]
     # 3. Scale the leaves, and sum again.
     scaled = []
     for x, factor, dims in zip(_unknown(leaves), factors, kind.unit_dims, strict=True):
         x = upcast(x, factor.dtype)
         scaled.append(mul_real(x, broadcast_to_leaf(factor, x, dims)))
     return join(kind.sums(scaled), kind.groups)
+
+
+def _is_small(x: jax.Array) -> bool:
+    """Returns whether a scalar in the size of a leaf is nothing that counts. A symbolic size may be large."""
+    return are_known([x.size]) and x.size <= 2**14
 
 
 def _cube_root(x: jax.Array) -> jax.Array:
