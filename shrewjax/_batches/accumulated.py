@@ -327,6 +327,7 @@ def sums_over_turns(turn: Function, params: PyTree, count: int, window: Window) 
     """
     roles = {"batch_argnums": (0,), "argnums": (1,)}
     examples = {0: jnp.arange(count, dtype=jnp.int32)[None]}
+    # Argument 0 is the turn's number, so its place among the arguments is empty. Argument 1 holds the parameters.
     batch = Batch(((), params), roles, {1: params}, examples, divisor=count)
 
     def of_one(i: jax.Array, params: PyTree) -> tuple[PyTree, PyTree]:

@@ -67,17 +67,18 @@ class Run:
     def value_and_grad(self) -> tuple[list[Leaf], list[Leaf]]:
         """Returns the results, and the gradients of the first one."""
         free, pull_once = jax.vjp(self._with_once, self.free_arguments)
-        # 1. Differentiate what the result depends on. A cotangent of zero could make a NaN of other values.
+        # 1. Differentiate by those values of the frontier that the first result, the loss, reads. Others would get a
+        # cotangent of 0, and 0 times infinity in the loop is NaN.
         names = self.frontier.all
         zeros = [zeros_of(x.aval) for x in names]
-        first = partial(self._first, self.frontier, free)
-        read_by_first = {*itertools.compress(names, jaxprs.reads(first, zeros))}
-        differentiated = read_by_first.intersection(self.frontier.smooth)
+        loss = partial(self._loss, self.frontier, free)
+        read_by_loss = {*itertools.compress(names, jaxprs.reads(loss, zeros))}
+        differentiated = read_by_loss.intersection(self.frontier.smooth)
         frontier = Frontier.of(names, lambda x: x in differentiated)
         # 2. Ask whether the cotangents read the frontier. If not, any frontier gives them, such as zeros, and one pass
         # does. An operation of `after` that prints and computes would print these zeros, so it takes two passes.
         any_values = [zeros_of(x.aval) for x in frontier.all]
-        cotangents = partial(self._cotangents_of_first, frontier, free)
+        cotangents = partial(self._cotangents_of_loss, frontier, free)
         computes = [x.equation for x in self.plan.after if not x.only_prints]
         prints = any(map(jaxprs.prints, computes))
         is_one_pass = not prints and not any(jaxprs.reads(cotangents, any_values))
@@ -107,11 +108,11 @@ class Run:
         grads, _ = self._pass(self.frontier, free, of_frontier, returns_frontier=False)
         return self._gradients(pull_once, grads, of_free)
 
-    def _first(self, frontier: Frontier, free: list[Leaf], made: list[Leaf]) -> Leaf:
+    def _loss(self, frontier: Frontier, free: list[Leaf], made: list[Leaf]) -> Leaf:
         smooth, after = self._after(frontier, made)
         return after(smooth, free)[0]
 
-    def _cotangents_of_first(self, frontier: Frontier, free: list[Leaf], made: list[Leaf]) -> Any:
+    def _cotangents_of_loss(self, frontier: Frontier, free: list[Leaf], made: list[Leaf]) -> Any:
         """Returns the cotangents of the frontier for a cotangent 1 of the first result."""
         smooth, after = self._after(frontier, made)
         result, pull = jax.vjp(lambda smooth: after(smooth, free)[0], smooth)

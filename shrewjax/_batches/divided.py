@@ -228,10 +228,11 @@ class Pass:
         # 1. Run the tasks, as a function of what is free. With gradients, `keys` follow `params` and `rows`, because
         # step 3 parts them in this order. Without, both are empty. All free floats are then arguments, so that
         # `run_by_rules` runs the forward rule of a `jax.custom_vjp`.
-        free = {x for x in self.divided.free if is_inexact(x.aval)}
-        keys = [key for key in env if key[0] in free]
         if self.has_gradients:
             keys = [(x, program.slice(x)) for x in (*self.params, *self.rows)]
+        else:
+            free = {x for x in self.divided.free if is_inexact(x.aval)}
+            keys = [key for key in env if key[0] in free]
         is_first = batch.positions[self.divided.setting.sets[0]][0] == 0
 
         def of_free(values: list[Leaf]) -> tuple[list[Leaf], list[Leaf]]:

@@ -378,8 +378,8 @@ class TracedCall:
         loss = self._program.out_avals[0]
         if loss.shape != () or not is_gradient(loss):
             return False
-        # Without types, psum's transpose sums the cotangents of all devices. The rule would take those of other devices
-        # for 1, whatever they are.
+        # Without types, psum's transpose sums the cotangents of all devices. The rule takes each for 1, but those of
+        # other devices may differ.
         mapped, is_tracked = mapped_axes()
         if mapped and not is_tracked and jaxprs.has_collective(self._program):
             return False
@@ -478,8 +478,8 @@ def _tangents(results: PyTree, grads: PyTree, tangents: Iterable[Leaf]) -> list[
     value, *aux = results
 
     def product(grad: Leaf, tangent: Leaf) -> Leaf:
-        # The product is wide, so that a large cotangent times a gradient of 0 is 0 in float16, too. It is no `vdot`,
-        # because JAX's gradients by complex numbers are conjugates already.
+        # The product is wide, or the transpose casts a loss's large cotangent to float16, where it is infinite, and a
+        # gradient of 0 becomes NaN. It is no `vdot`: JAX's gradients by complex numbers are conjugates already.
         wide = sum_dtype(grad, value)
         products = upcast(grad, wide) * upcast(tangent, wide)
         # Devices hold parts of a parameter along an axis over which it varies, and the value does not.

@@ -116,9 +116,9 @@ class Plan:
     def _is_smaller_before(self, step: Step) -> bool:
         """Returns whether the operands of a step are a better frontier than its results.
 
-        Operands that a step after the loop reads anyway cost nothing. So a sum leaves the loop before it is divided,
-        and a value before it is broadcast. A contraction stays, unless its operands are sums. Of equal sizes, operands
-        are better if they are sums, or if the step only moves them, as a transpose does.
+        Operands that a step after the loop reads anyway, and all but rows and sums, cost nothing. So a sum leaves the
+        loop before it is divided, and a value before it is broadcast. A contraction stays, unless its operands are
+        sums. Of equal sizes, operands are better if they are sums, or if the step only moves them, as a transpose does.
         """
         names = filter(is_variable, step.equation.invars)
         operands = {x for x in names if self.program.is_divided(x)}
@@ -156,9 +156,9 @@ class Plan:
         is_as_found = step.is_free and rows == step.makes[at]
         if is_as_found or not self.program.fact(x).may_be_sliced:
             return by_kinds
-        # 2. Of others, any slice may be made. If a task reads the whole, or data is kept whole, it is sliced from that.
-        is_whole = None in self._slices[x] or (x in self._whole and not step.is_free)
-        found = rows and not is_whole and self._task_by_result(step, at, rows)
+        # 2. Others are data, SAME or ZERO, so any slice is right. If a task reads the whole, or it is kept, slice that.
+        has_whole = None in self._slices[x] or (x in self._whole and not step.is_free)
+        found = rows and not has_whole and self._task_by_result(step, at, rows)
         if found:
             return found
         # 3. Otherwise the whole. `by_kinds` makes it of a free value, whose kind is SAME or ZERO here.

@@ -219,6 +219,7 @@ def extended_number(value: float, dtype: DType) -> ExtendedFloat:
     """Returns a Python number >= 0, which may be beyond the range of the dtype."""
     half, exponent = math.frexp(value)  # in [1/2, 1) if it is neither 0 nor infinite
     exponent = exponent - 1 if value else EXPONENT_OF_ZERO
+    # Rounded to the dtype, the mantissa may become 2. A clip to such a limit is still right.
     return ExtendedFloat(jnp.asarray(2 * half, dtype), jnp.asarray(exponent, jnp.int32))
 
 

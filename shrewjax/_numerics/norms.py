@@ -343,10 +343,10 @@ def _sums_of_scaled(
     factors = [power_of_two(shift_into_range(s), s.dtype) for s in deciding_sums]
     if kind.is_global:
         # 2. For a global norm there is one factor. XLA-6: XLA:CPU materializes a scalar that leaves share, as an array
-        # of each leaf's size. So each large leaf gets a copy: a clamp between equal bounds.
+        # of each leaf's size. So each large leaf gets a copy: its own sum between equal bounds.
         (factor,) = factors
         pairs = zip(leaves, unit_sums, strict=True)
-        factors = [factor if _is_small(x) else lax.clamp(factor, y, factor) for x, y in pairs]
+        factors = [factor if _is_small(x) else lax.clamp(factor, own, factor) for x, own in pairs]
     # 3. Scale the leaves, and sum again.
     scaled = []
     for x, factor, dims in zip(_unknown(leaves), factors, kind.unit_dims, strict=True):

@@ -31,10 +31,10 @@ from shrewjax._numerics.vectors import broadcast_to_leaf
 
 
 class ClipScale(NamedTuple):
-    """The number `coarse * fine * fine` that a clip multiplies by: 1 where nothing changes, else below 1, or NaN."""
+    """The number `coarse * fine * fine` that a clip multiplies by where it `applies`: below 1, or NaN."""
 
     coarse: jax.Array  # 1 only where nothing changes
-    fine: jax.Array  # 1, unless one factor would underflow where its product does not
+    fine: jax.Array  # 1, unless one factor would underflow; not read where nothing changes
 
     @property
     def applies(self) -> jax.Array:

@@ -104,7 +104,11 @@ class Devices:
         return grads, loss
 
     def is_nonfinite(self, grads: ArrayTree, has_weight: Flag, varies_like: jax.Array) -> jax.Array:
-        """Returns whether gradients of a micro-batch with weight contain a NaN or an infinity, on any device."""
+        """Returns whether gradients of a micro-batch with weight contain a NaN or an infinity, on any device.
+
+        Without `sum_over`, devices that hold parts of one model decide together. If each has a model of its own, each
+        decides alone.
+        """
         leaves = jax.tree.leaves(grads)
         if self.axes:
             of_rows = ~all_finite(leaves, [()] * len(leaves), unit_dims=(0,))

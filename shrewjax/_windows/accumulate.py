@@ -316,7 +316,8 @@ def _run_on_average(window: Window, added: Advanced, run_inner: RunInner) -> Res
 def _run_on_total(window: Window, added: Advanced, inner_step: Step, run_inner: RunInner) -> Result:
     """Runs inner if the window closes, in one branch with the total of its partial sums.
 
-    Two guards inside would otherwise branch three times, and each branch would take the total again.
+    If inner branched itself, as in `_run_on_average`, each guard and the optimizer would branch, and each branch would
+    take the total again.
     """
     # The state if the window stays open, and what a closing one starts from.
     with_micro_batch: AccumulateState = added.state._replace(applied=jnp.zeros((), bool))

@@ -186,12 +186,13 @@ class Window:
         # the sum.
         has_weight: Flag = True if is_kept is True else sum_of_weights != 0
         closes: Flag = is_closing
-        may_stay_open = isinstance(is_closing, jax.Array) or has_weight is not True
-        if self.nonfinite == "drop_window" or may_stay_open:
-            # XLA-32: a second flag stands beside the closing flag, also without "drop_window", where `window_bad` is
-            # False, unless a state comes from another policy. Otherwise XLA on CUDA holds all gradients of layers in a
-            # list (tests/devices/test_scanned_layers.py, "as_they_come"). `logical_not`, because another wrapper may
-            # have made an int of `window_bad`, and `~0` is -1 (tests/promises/test_compatibility.py).
+        needs_branch = isinstance(is_closing, jax.Array) or has_weight is not True
+        if self.nonfinite == "drop_window" or needs_branch:
+            # If inner surely runs, `closes` stays True, so that inner needs no branch. XLA-32: a second flag stands
+            # beside the closing flag, also without "drop_window", where `window_bad` is False, unless a state comes
+            # from another policy. Otherwise XLA on CUDA holds all gradients of layers in a list
+            # (tests/devices/test_scanned_layers.py, "as_they_come"). `logical_not`, because another wrapper may have
+            # made an int of `window_bad`, and `~0` is -1 (tests/promises/test_compatibility.py).
             closes = is_closing & jnp.logical_not(window_bad)
 
         # 5. Update each leaf in one pass, which also divides if the window is closing. Then add the loss, which
