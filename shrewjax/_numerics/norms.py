@@ -397,7 +397,8 @@ def _by_maximum(leaves: Sequence[jax.Array], kind: _Kind) -> ExtendedFloat:
     if kind.is_global:
         exponent = jnp.max(largest.exponent)
         heights = times_power_of_two(largest.mantissa, largest.exponent - exponent)
-        largest = shifted(jnp.full_like(heights, jnp.max(heights)), exponent)
+        top = jnp.broadcast_to(jnp.max(heights), heights.shape)
+        largest = shifted(top, exponent)
 
     # 2
     mantissa = largest.mantissa
@@ -408,7 +409,10 @@ def _by_maximum(leaves: Sequence[jax.Array], kind: _Kind) -> ExtendedFloat:
             for x, first, second, divisor in each
         ]
         sums = jnp.stack(leaf_sums([x**p for x in relative], axes=kind.axes))
-        sums = jnp.full_like(sums, _ordered_sum(sums)) if kind.is_global else sums
+        if (
+            kind.is_global
+        ):  # `full_like` would cast a number that varies over devices again, an error in JAX 0.8
+            sums = jnp.broadcast_to(_ordered_sum(sums), sums.shape)
         mantissa = mantissa * sums ** (1 / p)
 
     # 3
