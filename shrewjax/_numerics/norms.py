@@ -409,9 +409,8 @@ def _by_maximum(leaves: Sequence[jax.Array], kind: _Kind) -> ExtendedFloat:
             for x, first, second, divisor in each
         ]
         sums = jnp.stack(leaf_sums([x**p for x in relative], axes=kind.axes))
-        if (
-            kind.is_global
-        ):  # `full_like` would cast a number that varies over devices again, an error in JAX 0.8
+        # `full_like` would cast a number that varies over devices again, an error in JAX 0.8.
+        if kind.is_global:
             sums = jnp.broadcast_to(_ordered_sum(sums), sums.shape)
         mantissa = mantissa * sums ** (1 / p)
 
