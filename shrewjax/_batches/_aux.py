@@ -190,7 +190,7 @@ def _check_aux_leaf(leaf: str, x: Leaf, name: str, size: int) -> None:
 
 
 def empty_stacks(count: int, stacked: list[Leaf]) -> list[jax.Array]:
-    """Returns stacks of so many zeros, for what each micro-batch adds to them, or its types."""
+    """Returns a stack of zeros for each leaf, with a slice for each of `count` micro-batches. Leaves may be types."""
     empty = [_empty("stack", x) for x in stacked]
     return [jnp.broadcast_to(x, (count, *x.shape)) for x in empty]
 
@@ -242,7 +242,7 @@ def _empty(name: str, like: Leaf, without: AxisNames = ()) -> jax.Array:
 
 
 _EXTREMES = {"max": lax.reduce_max, "min": lax.reduce_min}
-"""Of no elements, they are the least and the largest number of a dtype."""
+"""Reductions that start from the least or the largest number of a dtype, and return it for no elements."""
 
 
 def _dtype_of_sum(like: Leaf) -> DType:

@@ -67,7 +67,7 @@ def slices(kinds: Iterable[Kind]) -> list[Rows | None]:
 
 
 class Fact(NamedTuple):
-    """What is known of a value.
+    """Facts about a value.
 
     Attributes:
       kind: its kind.
@@ -213,9 +213,8 @@ class Program:
             inner = jaxprs.jaxpr_of_jit(equation)
             if inner is None:
                 inner = self._put(equation.replace(invars=given, outvars=made), calls)
-            if (
-                inner is not None
-            ):  # a call, or a loop in two halves: its equations come in its place
+            # The equations of a call, or of a loop in two halves, come in its place.
+            if inner is not None:
                 made = self._add(inner, given, (*calls, equation))
             known.update(zip(equation.outvars, made, strict=True))
         return [*map(read, opened(jaxpr).outvars)]
@@ -378,9 +377,8 @@ class Program:
         takes = slices(x.kind for x in facts)
         count = next(shape[0] for x, shape in zip(takes, ins, strict=True) if x)
         for at, x in enumerate(equation.invars):
-            is_param = (
-                facts[at].is_free and not self._is_inside
-            )  # stays whole, even with as many rows
+            # A parameter stays whole, even with as many rows.
+            is_param = facts[at].is_free and not self._is_inside
             if takes[at] is not None or is_param or ins[at][:1] != (count,):
                 continue
             if not self.is_made_of_nothing(x):

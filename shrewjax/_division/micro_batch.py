@@ -89,13 +89,13 @@ class MicroBatch:
     def _made(self, task: Task, given: Leaves) -> Sequence[Leaf]:
         step, takes, makes = task
         equation = step.equation
-        # 1. A cast that makes a value vary over devices is made anew, because the operand may vary already.
+        # 1. Cast anew if the step makes a value vary over devices, because the operand may vary here already.
         if self.varying and labels.makes_varying(equation):
             return [as_varying(given[0], tuple(varying_axes(equation.outvars[0].aval)))]
         # 2. An equation that takes and makes whole values runs as it stands.
         is_sliced = any(takes) or any(makes)
         is_silenced = jaxprs.prints(equation) and not self.prints
-        # A body was traced outside of the mapped axes, or with values that did not vary. So it is run anew.
+        # A body runs anew, because JAX traced it outside of the mapped axes, or with values that did not vary.
         body_runs_anew = step.programs and (self.varying or self.mapped)
         if not (is_sliced or is_silenced or body_runs_anew):
             return self._run(equation, given)
@@ -142,9 +142,8 @@ class MicroBatch:
             inside = [x and x._replace(axis=x.axis - 1) for x in makes[scan.carries :]]
             wanted = [*takes[n:first], *inside]
             body = functools.partial(self._of, step.programs[0], wanted)
-        elif any(
-            takes
-        ):  # a scan over examples: a micro-batch has fewer, so lax.scan reads the length from the stacks
+        elif any(takes):
+            # A scan over examples, of which a micro-batch has fewer. So `lax.scan` reads the length from the stacks.
             length = None
 
         def trip(carry: Leaves, slices: Leaves) -> tuple[Leaves, Leaves]:

@@ -55,7 +55,7 @@ class Plan:
         self.loop: list[Task] = []
         self.after: list[Step] = []
         self.frontier: list[Var] = []
-        # What the steps planned so far read: those of the loop, those before and after it, and those that run once.
+        # The values that planned steps read: steps of the loop, steps before and after it, and steps that run once.
         self._slices: dict[Var, dict[Rows | None, None]] = {}
         self._whole, self._once = set[Var](), set[Var]()
         if wanted is None:
@@ -118,7 +118,7 @@ class Plan:
 
         Operands that a step after the loop reads anyway, and all but rows and sums, cost nothing. So a sum leaves the
         loop before it is divided, and a value before it is broadcast. A contraction stays, unless its operands are
-        sums. Of equal sizes, operands are better if they are sums, or if the step only moves them, as a transpose does.
+        sums. Operands of equal size are better if they are sums, or if the step only moves them, as a transpose does.
         """
         names = filter(is_variable, step.equation.invars)
         operands = {x for x in names if self.program.is_divided(x)}

@@ -400,10 +400,6 @@ class Scan(NamedTuple):
     options: dict[str, Any]  # arguments of `jax.lax.scan`
 
 
-def is_scan(equation: Equation) -> bool:
-    return equation.primitive.name == "scan"
-
-
 def scan_of(equation: Equation) -> Scan | None:
     """Returns the scan of an equation, or None if it is another equation.
 

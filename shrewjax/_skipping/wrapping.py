@@ -284,9 +284,8 @@ def _parts(x: Any) -> Iterable[Any]:
             return x.values()
         case list() | tuple():
             return x
-        case _ if callable(x) and not isinstance(
-            x, type
-        ):  # a jitted function, or an object with __call__
+        case _ if callable(x) and not isinstance(x, type):
+            # A jitted function, or an object with `__call__`.
             called = getattr(x, "__wrapped__", type(x).__call__)
             return called, getattr(x, "__dict__", {})
     return ()
