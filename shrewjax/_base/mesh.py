@@ -215,6 +215,11 @@ def is_traced(tree: PyTree) -> bool:
     return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
 
 
+def is_tracing() -> bool:
+    """Returns whether JAX traces here, so that new arrays are traced, too."""
+    return is_traced(jnp.zeros(()))
+
+
 def _spec(x: Leaf) -> Any:
     return getattr(type_of(x).sharding, "spec", None) or ()
 
@@ -252,6 +257,6 @@ def context_mesh() -> Any:
 
 def without_context_mesh() -> contextlib.AbstractContextManager[None]:
     """Returns a context without the mesh of `jax.set_mesh`, for arrays on another. While JAX traces, it stays set."""
-    if is_traced(jnp.zeros(())):
+    if is_tracing():
         return contextlib.nullcontext()
     return jax.set_mesh(Mesh(np.empty((), object), ()))

@@ -34,7 +34,7 @@ from shrewjax._base.axes import (
 from shrewjax._base.mesh import (
     axes_beside_partitions,
     devices_to_map,
-    is_traced,
+    is_tracing,
     on_each_device,
     partitioned_like,
     placed_like,
@@ -346,7 +346,7 @@ def _run_here(loss: "_Loss") -> tuple[PyTree, PyTree]:
     # Outside of `jax.jit`, one program. Otherwise the loop closes over examples, and JAX keeps them alive
     # (tests/batches/test_micro_batched.py, "alive"). With `skip_empty`, reverse mode needs a number of turns that is
     # known here.
-    runs_as_it_is = is_traced(jnp.zeros(())) or loss.skip_empty
+    runs_as_it_is = is_tracing() or loss.skip_empty
     return (run if runs_as_it_is else jax.jit(run))(loss.batch.examples)
 
 

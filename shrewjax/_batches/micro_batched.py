@@ -21,7 +21,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from shrewjax._base import arguments
 from shrewjax._base.axes import as_varying, mapped_axes, varying_axes
-from shrewjax._base.mesh import devices_to_map, is_traced
+from shrewjax._base.mesh import devices_to_map, is_tracing
 from shrewjax._base.trees import is_gradient, is_zero_tangent, replaced
 from shrewjax._base.types import AxisName, DType, Function, Leaf, PyTree
 from shrewjax._batches.derivatives import Run, run_by_rules, summed_like, zeros_of
@@ -413,7 +413,7 @@ class TracedCall:
                 return self._on(values, are_free).value_and_grad()
 
             # Outside of `jax.jit`, one program, which knows the mesh of its operands.
-            return (run if is_traced(jnp.zeros(())) else jax.jit(run))(operands)
+            return (run if is_tracing() else jax.jit(run))(operands)
 
         # Primals and tangents hold one list each, that of the operands.
         def rule(primals: PyTree, tangents: PyTree) -> tuple[list[Leaf], list[Leaf]]:

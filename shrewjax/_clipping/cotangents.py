@@ -35,6 +35,7 @@ from shrewjax._base.types import (
 )
 from shrewjax._numerics import scaling
 from shrewjax._numerics.norms import measure_slices
+from shrewjax._numerics.vectors import shape_of_units
 
 
 def clip_cotangent(
@@ -123,7 +124,7 @@ def clip_cotangent(
         own_slices = varying_axes(leaf) - set(divided)
         for limit in traced_limit:
             _check_limit(limit, name, own_slices)
-        zeros = _zeros(counter, name, tuple(leaf.shape[a] for a in dims))
+        zeros = _zeros(counter, name, shape_of_units(leaf, dims))
         zeros = as_varying(zeros, tuple(own_slices))
         slices = _Slices(dims, divided, ord, static_limit)
         return _guard.bind(leaf, zeros, *traced_limit, slices=slices)

@@ -41,7 +41,7 @@ from shrewjax._numerics.floats import ExtendedFloat
 from shrewjax._numerics.norms import combine, magnitude_key, measure_units
 from shrewjax._numerics.reductions import are_known, leaf_maxima, leaf_sums, placed_as_units, sizes
 from shrewjax._numerics.scaling import ClipScale
-from shrewjax._numerics.vectors import Groups, join, split
+from shrewjax._numerics.vectors import Groups, join, shape_of_units, split
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,8 +66,7 @@ class Units:
 
     @cached_property
     def shapes(self) -> list[tuple[int, ...]]:
-        with_dims = zip(self.leaves, self.dims, strict=True)
-        return [tuple(x.shape[a] for a in dims) for x, dims in with_dims]
+        return list(map(shape_of_units, self.leaves, self.dims))
 
     @cached_property
     def groups(self) -> Groups:

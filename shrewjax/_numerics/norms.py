@@ -66,7 +66,14 @@ from shrewjax._numerics.reductions import (
     leaf_maxima,
     leaf_sums,
 )
-from shrewjax._numerics.vectors import Groups, broadcast_to_leaf, join, scalars, split
+from shrewjax._numerics.vectors import (
+    Groups,
+    broadcast_to_leaf,
+    join,
+    scalars,
+    shape_of_units,
+    split,
+)
 
 
 class _Range(NamedTuple):
@@ -502,8 +509,7 @@ def _measure_jvp(kind: _Kind, primals: tuple[Any, Any], tangents: tuple[Any, Any
     if kind.is_global:
         shape = (len(leaves),)
         scales = jax.tree.map(lambda part: jnp.broadcast_to(part, shape), scales)
-    with_dims = zip(leaves, kind.unit_dims, strict=True)
-    shapes = [tuple(x.shape[a] for a in dims) for x, dims in with_dims]
+    shapes = list(map(shape_of_units, leaves, kind.unit_dims))
     by_leaf = split(scales, kind.groups, shapes)
 
     # 2

@@ -48,6 +48,10 @@ def split(
     return per_leaf
 
 
+def shape_of_units(leaf: Leaf, dims: UnitDims) -> tuple[int, ...]:
+    return tuple(leaf.shape[a] for a in dims)
+
+
 def broadcast_to_leaf(of_units: jax.Array, leaf: Leaf, dims: UnitDims) -> jax.Array:
     if not dims:
         return of_units
